@@ -259,8 +259,6 @@ def test_strings_and_strangers_are_refused(acc):
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["goldilocks", "babybear", "bn254_fr"])
 def test_field_operations_are_exact_in_every_field_on_every_kind_of_array(acc, name):
     field = accelerant.zk.field(name)
@@ -771,8 +769,6 @@ def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):
 
 
 # --- many calls ------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_gives_what_single_calls_give_in_fewer_launches(acc):
     rng = np.random.default_rng(2)
     shapes = [(3, 4), (1, 4), (5,), (0, 4), (2, 2, 4)]

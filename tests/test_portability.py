@@ -39,8 +39,6 @@ def python_files():
 
 
 # --- the text --------------------------------------------------------------------------------------------------------
-
-
 NAMED = re.compile(
     rf"\b(import|from)\b.*\b({'|'.join(sorted({*POSIX_MODULES, *BLOCKED}))})\b"
     rf"|\.({'|'.join(sorted(set().union(*POSIX_NAMES.values())))})\b"
@@ -124,7 +122,6 @@ def test_nothing_needs_posix():
 
 
 # --- the imitation ---------------------------------------------------------------------------------------------------
-
 IMITATE = """
 import gc; gc.disable()  # all that is imported stays
 import ast, ctypes, importlib, importlib.machinery, importlib.util, os, pkgutil, re, signal, sys, time, select, socket

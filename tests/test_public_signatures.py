@@ -183,8 +183,6 @@ def test_every_class_has_a_repr_that_says_what_it_is():
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
 class NotMadeError(Exception):
     """A class whose arguments cannot be made up."""
 

@@ -40,8 +40,6 @@ def test_an_unknown_peer_is_refused():
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
-
-
 def planned(*names, **options):
     options = {"against": ("torch", "compile", "liger"), "budget_s": 0.1, "gpu": True, **options}
     return neural_cases.plan(names, **options)
@@ -133,8 +131,6 @@ def test_odd_sizes_are_those_that_torch_takes_too():
 
 
 # --- sizes and baselines ---------------------------------------------------------------------------------------------
-
-
 def test_sizes_are_numbers_powers_and_ranges_by_doubling():
     assert neural_cases.parse_sizes(["128..1000", "2^3x5", "4..8x1..2"]) == [
         (128,), (256,), (512,), (8, 5), (4, 1), (4, 2), (8, 1), (8, 2),
@@ -250,8 +246,6 @@ def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(optio
 
 
 # --- results beside the reference ------------------------------------------------------------------------------------
-
-
 def case_of(name, *arguments, **options):
     benchmark = Benchmark(SampleInput("x", arguments, options), torch.float32)
     return OpCase.of(name, benchmark, registry.find_device("cpu"), torch.float32)
@@ -367,8 +361,6 @@ def test_a_reference_without_memory_has_fewer_rows(monkeypatch):
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
-
-
 def small(op, *arguments, **options):
     fields = {"against": ("torch",), "budget_s": 0.0, "dtype": torch.float32, "part": ""}
     benchmark = {name: options.pop(name) for name in ("rotated",) if name in options}
@@ -569,8 +561,6 @@ def test_cases_are_compiled_ahead_in_processes(tmp_path):
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------
-
-
 def rows():
     ours = Row("neural", "matmul", "8x8 forward", "accelerant", "torch (library)", p20=1.0, p50=2.0, p80=3.0,
                bytes=10**6, flops=10**9, ceiling="matmul", target_x=1.5, samples=(2.0, 2.5))  # fmt: skip

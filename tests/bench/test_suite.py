@@ -117,8 +117,6 @@ def test_a_failure_leaves_its_rows_and_the_cases_after_it(kind, tmp_path):
 
 
 # --- several suites --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FakeSuite:
     name: str

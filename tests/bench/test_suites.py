@@ -35,8 +35,6 @@ def cpu():
 
 
 # --- bandwidth -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_bandwidth_has_every_direction_and_size(cpu):
     record = run_suite(BandwidthSuite(size=("1000B", "1MiB"), budget_s=0.0), cpu)
@@ -86,8 +84,6 @@ def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
 
 
 # --- algebra ---------------------------------------------------------------------------------------------------------
-
-
 def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
     record = run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu)
@@ -123,8 +119,6 @@ def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkey
 
 
 # --- runtime ---------------------------------------------------------------------------------------------------------
-
-
 def test_streaming_is_measured_beside_the_same_chunks_in_sequence(cpu):
     record = BenchmarkRecord(Environment.of(cpu))
     rows = runtime._streaming(SuiteRun(cpu, record), 0.0)
@@ -201,8 +195,6 @@ def test_a_batch_that_differs_is_an_error(cpu):
 
 
 # --- the CPU column --------------------------------------------------------------------------------------------------
-
-
 def test_the_cpu_column_measures_all_rows_where_they_are_quick(monkeypatch):
     monkeypatch.setattr(timer, "_ENOUGH_S", 60.0)
     sizes = []

@@ -175,8 +175,6 @@ def test_on_a_gpu_private_steps_are_graphs_and_memory_is_measured():
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_peers_model_is_the_same_model():
     torch.manual_seed(0)
     model = GPT(TINY)
@@ -237,8 +235,6 @@ def _absent(name):
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
-
-
 def test_rows_of_noise(cpu):
     record = measured(cpu, case=("noise",), draws=12)
     assert [(row.op, row.case, row.runner) for row in record.rows] == [
@@ -279,8 +275,6 @@ def test_noise_of_another_spread_is_an_error(spoil):
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["64", "64x", "x8", "0x8", "4x8/", "4x8/3", "4x-8", "large", " loop"])
 def test_cases_that_are_none(text):
     with pytest.raises(ConfigError, match=r"parts|BATCHxLENGTH"):

@@ -31,8 +31,6 @@ def integers(words):
 
 
 # --- circuits --------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 20), st.integers(0, 5))
 def test_witnesses_satisfy_their_circuits(n_constraints, n_public, seed):
@@ -77,8 +75,6 @@ def test_a_witness_of_another_seed_is_proved_with_one_key(tmp_path):
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
-
-
 def program(folder, text):
     path = folder / "program.py"
     path.write_text(text)
@@ -152,8 +148,6 @@ def test_the_peer_that_stands_for_snarkjs(peer):
 
 
 # --- the suite -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(suite, "_SMALL", 3)
@@ -222,8 +216,6 @@ def test_the_first_proof_compiles(monkeypatch, tmp_path):
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_command_where_the_peer_is_not_here(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)

@@ -56,8 +56,6 @@ def made(**curves):
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_ours_lies_with_plain_pytorch(text, tmp_path):
     """In float32 on one device two programs of one mathematics differ by rounding; other weights by much more."""
@@ -200,8 +198,6 @@ def test_a_file_that_is_no_record(tmp_path):
 
 
 # --- what curves say -------------------------------------------------------------------------------------------------
-
-
 def test_distances_by_windows():
     """40 steps are 20 windows of two; noise that alternates within a window drops out."""
     base = [5.0] * 40
@@ -267,8 +263,6 @@ def test_files_and_pages(tmp_path):
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
 def status(*arguments):
     with pytest.raises(SystemExit) as exit_:
         main([*arguments])

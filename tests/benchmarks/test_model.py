@@ -118,8 +118,6 @@ def test_wrong_options_are_refused(suite, message, cpu):
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "count"), [("1e9", 10**9), ("2^28", 2**28), ("1,000", 1000), ("7", 7)])
 def test_numbers_of_draws(text, count, cpu):
     assert NoiseSuite(draws=text).resolve(cpu).draws == str(count)
@@ -160,8 +158,6 @@ def test_kinds_of_noise_are_cases_and_are_checked(cpu, monkeypatch):
 
 
 # --- homomorphic encryption ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_paillier_is_checked_and_compared_with_phe(cpu, monkeypatch):
     require_module("gmpy2", "privacy")

@@ -48,8 +48,6 @@ def small(monkeypatch):
 
 
 # --- the suite -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_case_is_measured_and_right(cpu, small):
     record = run_suite(ZkSuite(budget_s=0.0), cpu)
@@ -193,8 +191,6 @@ def test_the_command(tmp_path, capsys, small):
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g1"])
 def test_points_scalars_and_sums_are_those_of_the_known_answers(name):
     curve, n = zk.curve(name), 40
@@ -219,8 +215,6 @@ def test_sequences_are_those_of_pythons_integers(name, log_n):
 
 
 # --- the multiplier --------------------------------------------------------------------------------------------------
-
-
 def test_multiplies_are_counted_by_the_formulas():
     bn254, bls = field_of("bn254_fq"), field_of("bls12_381_fq")
     assert (zk_multiplier.product_multiplies(bn254), zk_multiplier.product_multiplies(bls)) == (136, 300)
@@ -343,8 +337,6 @@ def test_the_rates_are_those_of_a_gpu():
 
 
 # --- sizes, and the CPU column ---------------------------------------------------------------------------------------
-
-
 def test_sizes_replace_those_of_the_chosen_cases(cpu):
     chosen = ZkSuite(only=("msm", "goldilocks"), size=("2^4..2^5",)).resolve(cpu).chosen(False)
     assert [case.key for case in chosen] == [

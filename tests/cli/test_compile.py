@@ -274,8 +274,6 @@ def test_messages_keep_their_words_and_drop_the_notes():
 
 
 # --- occupancy -------------------------------------------------------------------------------------------------------
-
-
 def test_occupancy_agrees_with_nvidias_calculator():
     rows = np.loadtxt(VECTORS / "occupancy.csv", int, delimiter=",", skiprows=1).tolist()
     for capability, threads, registers, shared, barriers, blocks in rows:
@@ -324,7 +322,6 @@ def function_of(kernel):
 
 
 # --- templates -------------------------------------------------------------------------------------------------------
-
 KINDS = {
     "relu": ("*f32", "*f32", "i64"),
     "matmul": ("*f32", "*f32", "*f32", "i32", "i32", "i32"),

@@ -101,8 +101,6 @@ def mutated_tensors(tensors, draw):
 
 
 # --- good files ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A folder with one good file of each kind."""

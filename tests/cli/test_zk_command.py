@@ -176,8 +176,6 @@ def test_names_that_no_terminal_can_print(run, folder):
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
-
-
 def mutate(change):
     texts = {name: json.loads((RANGE / f"{name}.json").read_text()) for name in ("verification_key", "public", "proof")}
     change(texts)
@@ -403,8 +401,6 @@ def test_a_key_that_anyone_can_forge_for_is_told(run, folder):
 
 
 # --- the others ------------------------------------------------------------------------------------------------------
-
-
 def test_export_vk(run, folder):
     assert run("export-vk", RANGE / "circuit.zkey", "vk.json")[:2] == (0, "vk.json: 18 public inputs, bn254\n")
     assert (folder / "vk.json").read_text() == (RANGE / "verification_key.json").read_text()

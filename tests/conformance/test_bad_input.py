@@ -34,7 +34,6 @@ def doubled(provider, kernel):
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
-
 TAKES_A_DEVICE = {
     "allocate": lambda provider, index: provider.allocate(8, index),
     "copy_to_device": lambda provider, index: provider.copy_to_device(np.zeros(2), index),
@@ -57,8 +56,6 @@ def test_the_number_of_an_absent_device_is_refused_with_the_range(provider, call
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_freed_buffer_gives_its_memory_back_at_once(provider):
     gc.collect()
     before = provider.memory().allocated_bytes
@@ -127,8 +124,6 @@ def test_trim_empties_the_pool(provider):
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
-
-
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "accelerant.cache"]
 
@@ -268,7 +263,6 @@ def test_what_a_dead_process_left_is_removed_when_it_is_old(provider, tmp_path):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-
 _TWO_PORTABLE = """
 ACL_KERNEL void one(ACL_GLOBAL u64 *x, i64 n) { if (acl_global_id() < n) x[acl_global_id()] = 1; }
 ACL_KERNEL void two(ACL_GLOBAL u64 *x, i64 n) { if (acl_global_id() < n) x[acl_global_id()] = 2; }

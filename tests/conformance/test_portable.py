@@ -158,8 +158,6 @@ def facts(notes):
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def device(provider):
     if "portable" not in provider.dialects:

@@ -26,8 +26,6 @@ INDEXED, TRAIN_JOB = (
 
 
 # --- the image -------------------------------------------------------------------------------------------------------
-
-
 def test_the_dockerfile_has_no_finding():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     require("" if hadolint else "hadolint is not here; the extra dev has it on x86-64 Linux")
@@ -55,8 +53,6 @@ def test_a_target_ends_as_a_user_without_rights(target):
 
 
 # --- compose ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_compose_file_follows_the_specification():
     require_module("compose_spec")
     from compose_spec import PyCompose
@@ -85,8 +81,6 @@ def test_services_of_compose():
 
 
 # --- alerts ----------------------------------------------------------------------------------------------------------
-
-
 def test_alerts_are_of_valid_expressions():
     require_module("promql_parser")
     import promql_parser
@@ -103,8 +97,6 @@ def test_alerts_are_of_valid_expressions():
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_training_objects_follow_their_schemas():
     require_module("kubernetes_validate")

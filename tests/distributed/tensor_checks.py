@@ -58,8 +58,6 @@ def same_weights(model, whole, **near):
 
 
 # --- tensor parallel -------------------------------------------------------------------------------------------------
-
-
 def cross_entropy_of_a_split_vocabulary():
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -228,8 +226,6 @@ def bad_input_is_refused():
 
 
 # --- sharded ---------------------------------------------------------------------------------------------------------
-
-
 def held(model, optimizer=None):
     """Bytes of parameters, gradients and state that this process holds."""
     tensors = list(model.parameters())
@@ -351,8 +347,6 @@ def fit_trains_sharded_models():
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
-
-
 def two_dimensions_of_a_mesh():
     """Layers split over two processes, parameters sharded over the other two."""
     mesh = mesh_of("data", "tensor")

@@ -59,8 +59,6 @@ def test_the_drawing_is_that_of_the_declared_layers():
 
 
 # --- the three calls, traced on the CPU ------------------------------------------------------------------------------
-
-
 def section(title):
     """Return the files of the package that a section names, relative to the package."""
     text = TEXT.partition(f"{title}\n")[2]

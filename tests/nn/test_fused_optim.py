@@ -416,8 +416,6 @@ def test_strided_parameter(implementation):
 
 
 # --- rejections ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("options", "match"), [
     ({"lr": -1.0}, "lr must be a number, at least 0; got -1.0"),
     ({"lr": float("nan")}, "lr must be a number"),

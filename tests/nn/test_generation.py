@@ -130,8 +130,6 @@ def test_a_seed_gives_the_same_with_and_without_the_cache(model):
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
-
-
 def shares(sampling, logits, draws=40000):
     uniform = torch.rand(draws, generator=torch.Generator().manual_seed(0))
     drawn = sampling.choose(logits.expand(draws, -1), uniform)

@@ -184,8 +184,6 @@ def test_files_of_the_package_gguf(path):
 
 
 # --- headers that are not to be trusted ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def good():
     model = drawn("llama")

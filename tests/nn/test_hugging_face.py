@@ -42,8 +42,6 @@ def folder(tmp_path):
 
 
 # --- parity ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", [{}, {"activation_function": "gelu_pytorch_tanh"}, {"n_inner": 64}])
 def test_logits_are_transformers(changes):
     other = theirs(**changes)
@@ -161,8 +159,6 @@ def test_saving_keeps_other_files(folder):
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("changes", "words"), [
     ({"activation_function": "gelu"}, "activation_function must be 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu'"),
     ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),

@@ -68,7 +68,6 @@ def test_heads_must_divide_the_width():
 
 
 # --- as torch's layers, with their weights ---------------------------------------------------------------------------
-
 TANH = partial(F.gelu, approximate="tanh")
 
 

@@ -58,8 +58,6 @@ def model():
 
 
 # --- parity ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @KINDS
 def test_logits_and_gradients_are_transformers(changes):
@@ -169,8 +167,6 @@ def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @KINDS
 def test_greedy_tokens_are_transformers(changes):
@@ -220,8 +216,6 @@ def test_decoding_rows_matches_the_model(model):
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-
-
 def test_learns(model):
     idx = tokens(4, 32)
     optimizer = ann.optim.AdamW(model.parameters(), lr=3e-3)

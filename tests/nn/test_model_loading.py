@@ -76,8 +76,6 @@ def tokens(model, *shape):
 
 
 # --- floating point --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,8 +146,6 @@ def test_gradients_and_folders_go_both_ways(family, tmp_path):
 
 
 # --- integers --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_integers_are_those_of_quantize(family, tmp_path, monkeypatch):
     from accelerant.nn.models import hugging_face
@@ -273,8 +269,6 @@ def test_another_kind_of_integers_is_refused(tmp_path):
 
 
 # --- what is refused, before weights are read ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unread(monkeypatch):
     """Make the reading of a weight fail."""

@@ -97,8 +97,6 @@ def streamed(tokenizer, ids):
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_are_transformers(folder):
     ours, theirs = ModelTokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in drawn_texts(0, 50):
@@ -170,8 +168,6 @@ def test_a_broken_tokenizer_is_named(folder, content):
 
 
 # --- chat templates --------------------------------------------------------------------------------------------------
-
-
 CHATS = [
     [{"role": "user", "content": " Hi <b>& \"you\" 'there' 日本 "}],
     [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],

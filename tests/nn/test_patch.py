@@ -30,8 +30,6 @@ TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 
 
 # --- parity ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_stay(family):
@@ -408,8 +406,6 @@ def test_a_compiled_model_has_our_loss_only_where_memory_counts(monkeypatch):
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
-
-
 def test_the_report_names_every_leaf_once():
     model = make("gpt2")
     report = acl.nn.patch(model)
@@ -514,8 +510,6 @@ def test_every_replacement_was_written_for_this_version(family):
 
 
 # --- what is left alone ----------------------------------------------------------------------------------------------
-
-
 UNKNOWN = "its forward is none of those, from transformers 5.17 to 5.24, that a replacement was written for"
 
 
@@ -783,8 +777,6 @@ def test_a_wrapped_model():
 
 
 # --- undone, copied, pickled -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatch_restores_bit_for_bit(family):

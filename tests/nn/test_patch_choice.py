@@ -171,8 +171,6 @@ def test_without_one_thread_the_clock_is_the_walls(monkeypatch, clock):
 
 
 # --- between a forward pass and its backward pass ---------------------------------------------------------------------
-
-
 def test_no_switch_before_a_backward_pass(clock):
     net = Normed(clock)
     acl.nn.patch(net)
@@ -254,8 +252,6 @@ def test_a_checkpoint_around_the_model_runs_what_it_ran(clock):
 
 
 # --- calls that are not measured --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("context", [
     lambda: override(deterministic=True), lambda: override(race="off"),
     lambda: FlopCounterMode(display=False),
@@ -363,8 +359,6 @@ def test_threads_never_see_a_switch():
 
 
 # --- copies, unpatch --------------------------------------------------------------------------------------------------
-
-
 def begun(steps):
     net = Normed()
     acl.nn.patch(net)
@@ -426,8 +420,6 @@ def test_a_forward_that_was_wrapped_since_stays():
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", [
     "llama",
     "bert",
@@ -474,8 +466,6 @@ def test_ddp(tmp_path):
 
 
 # --- kernels that are being compiled ---------------------------------------------------------------------------------
-
-
 class Kernels:
     """In place of the compiling processes: calls on our ops lack kernels while `lacking`; they are ready or not."""
 

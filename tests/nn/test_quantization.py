@@ -35,8 +35,6 @@ def counting(rows):
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [nn.Linear, Linear])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -88,8 +86,6 @@ def test_layer_refuses_another_width():
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @MODES
 def test_gpt_keeps_its_logits_and_its_loss(mode):
@@ -246,8 +242,6 @@ def test_matches_torch_on_a_dequantised_model():
 
 
 # --- 4 bits ----------------------------------------------------------------------------------------------------------
-
-
 def test_four_bits_serve_layers_of_whole_groups(tmp_path):
     model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 100), nn.Linear(100, 7)).to(torch.bfloat16)
     x = torch.randn(5, 256, dtype=torch.bfloat16)

@@ -35,8 +35,6 @@ def is_int8(model):
 
 
 # --- saving and loading ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "AutoModelForCausalLM", "ours"])
 def test_save_pretrained_loads_everywhere(kind, tmp_path):
     model = llama()
@@ -104,7 +102,6 @@ def test_weights_of_a_plain_model_are_quantised_when_they_are_loaded(options):
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
-
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 METHODS = {
     "lora": peft.LoraConfig(r=4, **TARGETS),
@@ -197,7 +194,6 @@ def test_trainer_refuses_a_model_without_adapters_and_saves_adapters(tmp_path):
 
 
 # --- the weight ------------------------------------------------------------------------------------------------------
-
 WRITES = {
     "add_": lambda layer: layer.weight.add_(1.0),
     "data +=": lambda layer: setattr(layer.weight, "data", layer.weight.data.add_(1.0)),

@@ -265,8 +265,6 @@ def test_an_automatic_graph_says_nothing_where_there_is_none(recwarn):
 
 
 # --- copies in low precision -----------------------------------------------------------------------------------------
-
-
 def test_copies_are_made_anew_each_time_and_hold_inside_alone():
     weight, low = torch.nn.Parameter(torch.ones(3)), LowWeights(torch.bfloat16)
     with low.refreshed():
@@ -296,8 +294,6 @@ def test_a_graph_of_older_copies_is_not_gone_back_through(fused):
 
 
 # --- which layers run as one function --------------------------------------------------------------------------------
-
-
 def ops_of(run):
     ledger().reset()
     run()

@@ -85,8 +85,6 @@ def test_an_argument_at_anothers_position_is_refused(call, words):
 
 
 # --- torch's names ---------------------------------------------------------------------------------------------------
-
-
 def torch_parameters(op):
     """Return torch's parameters of an op by name, with their defaults in the words of Python; None if it has none."""
     name = {"attention": "scaled_dot_product_attention"}.get(op, op)

@@ -43,7 +43,6 @@ def check(q, k, v, do, **options):
 
 
 # --- as torch's, and as good -----------------------------------------------------------------------------------------
-
 INPUTS = {
     "random": lambda x: x,
     "large": lambda x: x * 30,
@@ -209,8 +208,6 @@ def test_not_a_number_stays_in_its_rows(interpreted):
 
 
 # --- tiles, layouts, shapes ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(False, -1), (True, -1), (True, 11), (False, 20)], ids=str)
@@ -267,8 +264,6 @@ def test_any_shape(B, Hkv, group, S, Skv, D, causal, window):
 
 
 # --- choice ----------------------------------------------------------------------------------------------------------
-
-
 def test_autocast_casts_as_torch_does(interpreted):
     q, k, v = tensors()
     with torch.autocast("cpu", torch.bfloat16):
@@ -382,8 +377,6 @@ def test_formulas_of_the_dense_backward_pass():
 
 
 # --- rejections ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("shapes", "words"), [
     (((2, 3, 4), (2, 3, 4), (2, 3, 4)), r"takes q \(B, Hq, S, D\) .*\(2, 3, 4\)"),
     (((1, 2, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8)), r"same B and D.* got \(1, 2, 3, 8\) and \(2, 2, 3, 8\)"),
@@ -410,8 +403,6 @@ def test_refuses_dtypes_devices_and_windows():
 
 
 # --- packed sequences ------------------------------------------------------------------------------------------------
-
-
 def packed(lengths, Hq=4, Hkv=2, D=8):
     """q, k, v, their bounds and the longest lengths of sequences of (queries, keys)."""
     bounds = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0, dtype=torch.int32) for i in (0, 1)]
@@ -479,7 +470,6 @@ def test_refuses_packed(change, error, words):
 
 
 # --- what the kernels need -------------------------------------------------------------------------------------------
-
 LIMITS = {"sm_75": 64 << 10, "sm_86": 99 << 10, "sm_100": 99 << 10, "sm_90": 227 << 10}
 
 SIZES = """
@@ -511,7 +501,6 @@ def test_tiles_fit_shared_memory(part):
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
 ON_GPU = [
     ({"B": 2, "S": 300, "D": 64}, {"causal": True}),
     ({"B": 2, "Hq": 8, "Hkv": 2, "S": 256, "D": 128}, {"causal": True}),
@@ -593,7 +582,6 @@ def test_memory_is_linear_in_the_sequence():
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
-
 MASKS = ((20, 23), (2, 1, 1, 23), (2, 4, 20, 23), (1, 4, 20, 1), (1,))
 
 
@@ -686,7 +674,6 @@ def test_masks_that_do_not_fit_are_refused(mask, error, message):
 
 
 # --- segments --------------------------------------------------------------------------------------------------------
-
 SEGMENTS = ("right", "left", "both", "holes", "packed", "packed and padded", "any")
 
 
@@ -808,8 +795,6 @@ def test_segments_on_a_gpu(kind, causal, dtype):
 
 
 # --- masks on a gpu --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest"])

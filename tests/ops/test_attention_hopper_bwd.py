@@ -36,8 +36,6 @@ def compiled(plan, dtype=torch.bfloat16, causal=True, part=PARTS[0]):
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -135,7 +133,6 @@ def test_refuses_and_takes(shape, causal, why, monkeypatch):
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
 EACH = each_shape(2100, (1, 3, 3, 1200, 70, 128))
 
 

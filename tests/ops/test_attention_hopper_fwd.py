@@ -27,8 +27,6 @@ def compiled(plan, dtype=torch.bfloat16, causal=True):
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -90,7 +88,6 @@ def test_a_packed_launch_has_structs_and_numbers_in_place():
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
 EACH = each_shape(4100, (1, 3, 3, 4200, 70, 128))
 
 

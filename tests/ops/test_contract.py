@@ -127,8 +127,6 @@ def test_what_a_declaration_gives():
 
 
 # --- right results ---------------------------------------------------------------------------------------------------
-
-
 WHOLE = 2
 """So many samples of an op meet every dtype; the later ones take turns, which costs a third of the time. On a GPU each
 sample meets each dtype (test_gpu.py)."""
@@ -192,8 +190,6 @@ def test_implementations_agree(op, interpreted):
 
 
 # --- torch's own checks ----------------------------------------------------------------------------------------------
-
-
 class Calls(TorchDispatchMode):
     """Sees the calls of our ops, with their arguments."""
 
@@ -353,8 +349,6 @@ def test_meta_tensors_pass_through(op):
 
 
 # --- forward mode, and the transforms of torch.func ------------------------------------------------------------------
-
-
 def transformed_parts(op, way):
     """A sample's tensors, the op by its public function or past it as torch knows it, and the reference."""
     sample = middling(op)
@@ -508,8 +502,6 @@ def test_batched_backward(op):
 
 
 # --- compiling, without a GPU ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
     """(Folder, "every" or "first", targets) -> the report of compile_kernels.py."""

@@ -148,7 +148,6 @@ def test_refuses(args, options, error, words):
 
 
 # --- other algorithms to the library ---------------------------------------------------------------------------------
-
 PATCHES = [
     ((2, 3, 8, 12), (5, 3, 4, 3), (4, 3)),
     ((1, 2, 9, 7), (3, 2, 2, 3), (2, 3)),  # a row and a column in no patch

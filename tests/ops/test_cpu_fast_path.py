@@ -35,8 +35,6 @@ def _uninterpreted(uninterpreted):
 
 
 # --- the decorator, by an op of its own ------------------------------------------------------------------------------
-
-
 class Probe:
     """An op that doubles, and what each call of it ran: "function" or "torch"."""
 
@@ -275,7 +273,6 @@ def test_the_count_is_exact_whoever_calls(probe):
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------
-
 DRAW = torch.Generator().manual_seed(3)
 
 
@@ -730,7 +727,6 @@ def test_calls_of_alternating_shapes_enter_no_more_functions():
 
 
 # --- few elements on a GPU -------------------------------------------------------------------------------------------
-
 _FEW = {
     "gelu": (lambda x, w: ops.gelu(x), lambda x, w: F.gelu(x)),
     "silu": (lambda x, w: ops.silu(x), lambda x, w: F.silu(x)),
@@ -894,8 +890,6 @@ def test_everything_else_on_a_gpu_runs_our_kernels(eager):
 
 
 # --- the op's own autograd function ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def checks(monkeypatch):
     """A new fast path of attention, which has learned no kind of call; counts the calls whose arguments are checked."""

@@ -79,8 +79,6 @@ KINDS = pytest.mark.parametrize("kind", [
 
 
 # --- linear ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(5, 3)
 @KINDS
 @pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
@@ -149,8 +147,6 @@ def test_linear_refuses(args, options, error, words):
 
 
 # --- a weight of bytes by words --------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(7, 3)
 @KINDS
 @pytest.mark.parametrize(("N", "K"), [(1, 16), (9, 48), (16, 32)])
@@ -195,8 +191,6 @@ def test_a_row_of_zeros_stays_one(interpreted):
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
-
-
 def cached(B=2, heads=4, kv_heads=2, T=7, D=6, dtype=torch.float32):
     qkv = torch.randn(B, (heads + 2 * kv_heads) * D).to(dtype)
     caches = [torch.randn(B, kv_heads, T, D).to(dtype) for _ in range(2)]
@@ -267,8 +261,6 @@ def test_append_refuses():
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan_of", ["usual", "every"])
 @pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])

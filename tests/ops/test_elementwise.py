@@ -21,8 +21,6 @@ X = torch.ones(3)
 
 
 # --- of one tensor ---------------------------------------------------------------------------------------------------
-
-
 @EACH
 def test_ends_as_torch(op, interpreted):
     x = torch.tensor([0.0, -0.0, 1e-30, 30.0, -30.0, 200.0, -200.0, 3e38, -3e38, math.inf, -math.inf, math.nan])
@@ -109,8 +107,6 @@ def test_refuses_integers(op):
 
 
 # --- of two tensors --------------------------------------------------------------------------------------------------
-
-
 def steps(y):
     """The strides that matter."""
     return [stride for size, stride in zip(y.shape, y.stride(), strict=True) if size > 1 and y.numel()]

@@ -169,8 +169,6 @@ def test_atomic_sums_are_refused_where_bits_must_repeat(interpreted):
 
 
 # --- rejections ------------------------------------------------------------------------------------------------------
-
-
 ZERO, TABLE = torch.tensor([0]), torch.ones(5, 3)
 
 

@@ -110,8 +110,6 @@ def test_gelu_of_every_bfloat16(interpreted):
 
 
 # --- repeated launches -----------------------------------------------------------------------------------------------
-
-
 class Prepared:
     """A launch that writes down its pointers, in the list that a TritonKernel adds it to."""
 

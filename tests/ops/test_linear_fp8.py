@@ -28,8 +28,6 @@ def code(x):
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("peak", [448.0, 448.5, 1.0, 1.75, 1.7500001, 3.0, 2.0**-60, 1e30, 7e-20])
 def test_a_scale_is_the_least_power_of_two_that_holds_the_row(peak):
     x = torch.tensor([[peak, -peak / 2, 0.0]])
@@ -56,8 +54,6 @@ def test_rows_of_zeros_and_rows_that_are_not_finite():
 
 
 # --- kernels beside the reference ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def _rounding(monkeypatch):
     """Torch's cast to e4m3 for that of Triton's interpreter, which makes 64 of 127: no carry reaches the exponent."""
@@ -155,8 +151,6 @@ def test_weights_come_apart_and_together():
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
-
-
 def rounded_weight(weight):
     found = Float8Weights([weight])
     found.fill()
@@ -210,7 +204,6 @@ def test_nan_is_not_hidden():
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
 SHAPES = ((33, 768), (128, 2304), (257, 3072), (64, 16384), (5, 48))
 
 

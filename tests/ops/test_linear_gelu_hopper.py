@@ -31,8 +31,6 @@ def compiled(plan, dtype=torch.bfloat16, tanh=True, keep=False):
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tanh", "keep"), [
@@ -95,7 +93,6 @@ def test_tiles_by_what_they_waste(M, N, width):
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
 SHAPES = [  # M, N, K
     (1, 8, 8),
     (3, 4096, 64),

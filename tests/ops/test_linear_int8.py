@@ -34,7 +34,6 @@ def close(y, reference, relative):
 
 
 # --- weight alone ----------------------------------------------------------------------------------------------------
-
 STRIPS = [
     launch.StripTile(1, 4, 16, 4, 2), launch.StripTile(2, 1, 32, 4, 3), launch.StripTile(4, 2, 16, 1, 1),
     launch.StripTile(2, 8, 64, 4, 1, stages=3),
@@ -149,8 +148,6 @@ def test_quantized_linear_is_close_to_the_linear(interpreted):
 
 
 # --- integers alone --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("plan", [*TILES, launch.Int8Tile(16, 16, 128, 4, 2)], ids=str)
 @pytest.mark.parametrize("cores", [True, False])
@@ -214,8 +211,6 @@ def test_dynamic_in_float64(uninterpreted):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("create_graph", [False, True])
 @DYNAMIC
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -286,8 +281,6 @@ def test_opcheck(dynamic):
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
-
-
 @DYNAMIC
 def test_any_layout(dynamic, interpreted):
     x, weight = torch.randn(8, 6).t(), integers(8, 10).t()[::2]

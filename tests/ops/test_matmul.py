@@ -101,7 +101,6 @@ def test_refuses(a, b, error, words):
 
 
 # --- oneDNN on a CPU --------------------------------------------------------------------------------------------------
-
 ONEDNN = pytest.mark.skipif(op._onednn is None, reason="this torch has no oneDNN")
 
 

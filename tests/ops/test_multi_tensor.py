@@ -205,8 +205,6 @@ def test_sgd(sample, implementation, param, state, request):
 
 
 # --- the norm --------------------------------------------------------------------------------------------------------
-
-
 def norm_and_clip(grads, max_norm):
     workspace = Workspace(grads[0].device)
     table = workspace.table(Tensors([], grads, [], [], [], [], []))
@@ -269,8 +267,6 @@ def test_clipping_inside_the_update_is_clipping_before_it(way):
 
 
 # --- scaling of gradients --------------------------------------------------------------------------------------------
-
-
 def test_grad_scale_and_found_inf(way):
     shapes = cases.SAMPLES[2].shapes
     scaled, plain = (adamw_inputs(shapes, F32, F32, F32) for _ in range(2))
@@ -308,8 +304,6 @@ def test_a_scaled_step_whose_norm_is_not_finite_changes_nothing(way, bad):
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
-
-
 def layouts(tensors):
     return {bucket.layout for bucket in Workspace(torch.device("cpu")).table(tensors).buckets}
 
@@ -372,8 +366,6 @@ def test_gradient_that_lies_otherwise():
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
-
-
 def test_table_is_found_again_until_something_moves():
     tensors = adamw_inputs(((5,), (70,)), F32, F32, F32)
     workspace = Workspace(torch.device("cpu"))
@@ -448,8 +440,6 @@ def test_learning_rate_on_the_device():
 
 
 # --- rejections -------------------------------------------------------------------------------------------------------
-
-
 def gradients_of(params, grads):
     return Tensors(params, grads, [], [], [], [], [])
 

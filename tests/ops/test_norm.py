@@ -244,8 +244,6 @@ def test_per_sample_gradients_of_a_wider_weight():
 
 
 # --- rms_norm, and the residual add ----------------------------------------------------------------------------------
-
-
 @WIDTHS
 def test_rows_have_mean_square_1(width, interpreted):
     y = ops.rms_norm(torch.randn(6, width) * 3 + 7)

@@ -108,7 +108,6 @@ def test_deterministic_without_our_kernels(shape, uninterpreted):
 
 
 # --- our kernels, and what falls back from them ----------------------------------------------------------------------
-
 RUNNERS = ("triton", "torch", "torch-sorted")
 
 

@@ -175,8 +175,6 @@ def test_counts_its_calls(interpreted):
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def test_tables_are_the_papers():
     cos, sin = rope_tables(7, 6, base=100.0, dtype=torch.float64)
     for s in range(7):
@@ -235,8 +233,6 @@ def test_tables_refuse():
 
 
 # --- rejections ------------------------------------------------------------------------------------------------------
-
-
 X, TABLE = torch.ones(2, 3, 5, 8), torch.ones(5, 4)
 PAIRS_WANTED = r"x must be \(B, H, S, D\) with an even D of at least 2, got"
 

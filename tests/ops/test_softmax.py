@@ -121,8 +121,6 @@ def test_refuses_in_its_own_name(name):
 
 
 # --- log_softmax -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @SHAPES
 def test_log_is_softmaxs(shape, dim, interpreted):

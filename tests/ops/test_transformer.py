@@ -49,8 +49,6 @@ def close(actual, expected, dtype):
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
@@ -189,8 +187,6 @@ def test_hopper_kernel_compiles_without_spills():
 
 
 # --- the autograd functions ------------------------------------------------------------------------------------------
-
-
 def parameters(width, dtype, *, bias=True):
     """Weight and bias of norm_1, qkv, projection, norm_2, up and down."""
     shapes = ((width,), (3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width))
@@ -393,8 +389,6 @@ def test_both_gradients_of_a_tied_table_meet(uninterpreted):
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 3072, 768), (200, 136, 72), (129, 256, 128), (1, 8, 8)], ids=str)
 def test_product_with_gelus_gradient(shape):

@@ -51,9 +51,8 @@ def found_tuned():
 
 TUNED = found_tuned()
 
+
 # --- a small sample of each: sizes as the launch gives them, and the launch with a plan or None ------------------
-
-
 def norms(way, centre, adds):
     def sample(M, N):
         x, dy, other, weight = randn(M, N), randn(M, N), randn(M, N) if adds else None, randn(N)

@@ -203,8 +203,6 @@ def test_the_self_test_sees_a_kernel_that_does_nothing(monkeypatch):
 
 
 # --- OpenCL, on real devices that say they are GPUs -------------------------------------------------------------------
-
-
 @pytest.fixture
 def opencl_gpu(monkeypatch):
     """The OpenCL devices of this machine, beside the CPU; all is real but that they say they are GPUs."""

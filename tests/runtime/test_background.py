@@ -222,7 +222,6 @@ def test_without_a_start_nothing_changes(book, monkeypatch):
 
 
 # --- child processes -------------------------------------------------------------------------------------------------
-
 SOURCES = [
     KernelSource(f"k{i}", {"cuda": f'extern "C" __global__ void k{i}(int *x) {{ *x = {i}; }}'}, {f"k{i}": ("*i32",)})
     for i in range(3)

@@ -173,8 +173,6 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path, model):
 
 
 # --- shipped tables --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tables(tmp_path):
     folder = tmp_path / "tables"
@@ -249,8 +247,6 @@ def test_the_store_follows_the_cache_folder(tmp_path):
 
 
 # --- the sources of an op --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package of one op: `digest` after a change of one of its files."""

@@ -70,7 +70,6 @@ def test_the_preferred_dialect_is_cuda():
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
-
 PLAIN = KernelSource("k", {"cuda": "text"}, {"k": ("*f32",)})
 SPECIAL = triton.Specialization("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), ((0, 16),), 4, 3)
 
@@ -123,8 +122,6 @@ def test_the_key_of_a_specialisation_changes_with_triton_and_its_sources(monkeyp
 
 
 # --- widths ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "multiple", "of_a_width"),
     [(1024, 16, 16), (0, 16, 16), (1000, 1, 8), (-1000, 1, 8), (12, 1, 4), (6, 1, 2), (7, 1, 1), (1, 1, 1)],
@@ -212,8 +209,6 @@ def test_the_number_of_rows_is_not_compiled_for(sources):
 
 
 # --- what fails ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "kind"), [
     ("CUDA_ERROR_OUT_OF_MEMORY: The API call failed", OutOfMemory),
     ("CUDA out of memory. Tried to allocate 2.00 MiB", OutOfMemory),

@@ -422,8 +422,6 @@ def test_explain_of_a_real_op():
 
 
 # --- implementations that change their arguments ---------------------------------------------------------------------
-
-
 class Step:
     """Adds 1 to x by a kernel of its own, where it gets that far."""
 
@@ -515,7 +513,6 @@ def test_launches_are_counted_for_the_thread_that_makes_them():
 
 
 # --- torch's own autograd --------------------------------------------------------------------------------------------
-
 BY_TORCH = Implementation("torch", lambda x: x * 2, differentiable=True)
 
 

@@ -129,8 +129,6 @@ def test_a_kernel_that_does_not_compile_is_left_to_the_cpu(msm):
 
 
 # --- a training step on tensors of a device ---------------------------------------------------------------------------
-
-
 class Calls:
     """Counts a provider's calls; the one numbered `fails` raises before it does anything."""
 

@@ -69,8 +69,6 @@ def test_a_deep_text_ends_no_process_whose_recursion_limit_was_raised():
 
 
 # --- values of a type ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shape:
     sides: tuple[int, ...]
@@ -130,8 +128,6 @@ def test_untrusted_text_is_one_line_without_control_characters():
 
 
 # --- regular files ---------------------------------------------------------------------------------------------------
-
-
 def test_pipes_devices_folders_and_impossible_names_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "to-pipe").symlink_to("pipe")
@@ -170,8 +166,6 @@ def test_a_symlink_is_read_but_not_written_through(path):
 
 
 # --- atomic writes ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "kept.txt"
@@ -249,7 +243,6 @@ def test_long_names_and_missing_folders(tmp_path):
 
 
 # --- leftovers of killed writers -------------------------------------------------------------------------------------
-
 WRITES_HALF = """
 import sys
 from pathlib import Path

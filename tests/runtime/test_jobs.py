@@ -25,8 +25,6 @@ RANGE = Path(__file__).parents[1] / "vectors" / "groth16" / "range"
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------
-
-
 class RandomPool:
     """Workers that answer in any order and die at random, or always with some items, which are not run."""
 
@@ -105,8 +103,6 @@ def test_an_address_without_a_cluster():
 
 
 # --- local processes -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_local_processes(tmp_path):
     acc = Accelerator("cpu")
@@ -154,8 +150,6 @@ def test_a_start_that_fails():
 
 
 # --- Ray -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cluster(monkeypatch):
     """A head without processors, and two nodes; each a raylet of its own."""

@@ -245,8 +245,6 @@ def test_ledgers_of_several_processes_add_up():
 
 
 # --- phases and tables -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def sleeper():
     """An op of 2 ms."""

@@ -82,8 +82,6 @@ def case(name, device="cpu"):
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_fraction_limits_buffers_on_the_cpu():
     total = registry.create("cpu").memory().total_bytes
     try:
@@ -149,8 +147,6 @@ def test_negative_and_impossible_sizes():
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
-
-
 def test_statistics_of_the_cpu():
     before = statistics("cpu")
     buffer = allocate(3 * MIB, "cpu")
@@ -187,8 +183,6 @@ def test_a_containers_limit_counts(monkeypatch):
 
 
 # --- who holds it ----------------------------------------------------------------------------------------------------
-
-
 class Owner:
     pass
 
@@ -276,8 +270,6 @@ def test_a_device_that_no_longer_answers_still_gets_a_text(monkeypatch):
 
 
 # --- no leaks --------------------------------------------------------------------------------------------------------
-
-
 def live_tensors():
     gc.collect()
     return sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
@@ -326,8 +318,6 @@ def test_hundreds_of_calls_leave_nothing(device):
 
 
 # --- peaks -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_live_set_counts_storages_once_and_as_long_as_they_live():
     live = LiveSet("cpu")
     outside = torch.zeros(1000)
@@ -532,8 +522,6 @@ def test_what_cannot_be_predicted_says_why():
 
 
 # --- the largest batch -----------------------------------------------------------------------------------------------
-
-
 class Messy(nn.Module):
     """Changes whatever a forward pass can change."""
 
@@ -708,8 +696,6 @@ def test_modes_come_back_when_the_model_fails():
 
 
 # --- on the GPU ------------------------------------------------------------------------------------------------------
-
-
 @gpu
 @pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])

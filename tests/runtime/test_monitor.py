@@ -125,8 +125,6 @@ def test_a_processor_slows_down_when_its_counters_rise(machine):
 
 
 # --- the devices that are here ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cpu():
     return registry.find_device("cpu")
@@ -170,8 +168,6 @@ def test_an_absent_backend_has_no_sample():
 
 
 # --- a region --------------------------------------------------------------------------------------------------------
-
-
 def test_a_region_has_its_time_and_memory_and_prints_as_a_table():
     held = []
     with acl.measure("cpu") as found:
@@ -308,8 +304,6 @@ def test_a_senseless_interval_is_refused(cpu, interval):
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu():
     pytest.importorskip("pynvml")

@@ -114,7 +114,6 @@ def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monke
 
 
 # --- backends of other packages --------------------------------------------------------------------------------------
-
 PLUGIN = """
 from accelerant.testing import FakeProvider
 
@@ -256,8 +255,6 @@ def test_vulkan_is_a_name_of_webgpu():
 
 
 # --- devices without kernels of ours ---------------------------------------------------------------------------------
-
-
 class HostAsAnother(TorchProvider):
     """torch's CPU tensors in the part of an accelerator that Accelerant has no kernels for."""
 

@@ -35,8 +35,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
 # --- streams and events ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_work_in_a_stream_is_timed_between_events(device):
     stream = Stream(device)
@@ -122,8 +120,6 @@ def test_streams_of_what_has_none_are_refused(monkeypatch):
 
 
 # --- futures ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_future_gives_the_result(device):
     x = torch.arange(8.0, device=device)
@@ -310,8 +306,6 @@ def test_futures_that_wait_on_an_event_are_polled_without_blocking(monkeypatch):
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("array", [
     np.arange(1000, dtype=np.int64),
@@ -354,8 +348,6 @@ def test_bad_arrays_are_refused():
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
-
-
 def product_and_sine(x, y):
     """Elementwise, and one result a row: exact on a GPU too, where a reduction's order may depend on the shape."""
     return (x * y).tanh(), x[:, 0].sin()
@@ -523,8 +515,6 @@ def test_results_that_do_not_fit_are_refused():
 
 
 # --- on the GPU ------------------------------------------------------------------------------------------------------
-
-
 @gpu
 def test_pinned_arrays_in_chunks_are_exact():  # how far copies and work overlap is a row of `bench runtime`
     x = torch.randn(1 << 24).pin_memory()

@@ -63,8 +63,6 @@ def data():
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", ["cpu", "opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
 def test_arrays_of_the_host_go_there_and_back(backend, make):
@@ -319,8 +317,6 @@ def test_a_language_without_a_device_is_refused_with_the_reason(tmp_path):
 
 
 # --- portable C on the CPU -------------------------------------------------------------------------------------------
-
-
 def test_the_cpu_computes_the_integers_of_opencl(data):
     require_backend("opencl")
     found = []
@@ -416,7 +412,6 @@ def test_compile_errors_name_the_users_line(tmp_path):
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
-
 ARITHMETIC = 'extern "C" __global__ void k(float *x, float y) { x[0] = x[1] / y + x[2] * x[3] + sqrtf(y); }'
 
 
@@ -544,8 +539,6 @@ def test_kernels_with_options_compute_the_same_within_rounding(backend, options)
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "entry", "kinds"), [
     ("scale<float, 4>", "scale<float, 4>", "*f32 f32 const *u64"),
     ("scale<double>", "scale<double>", "*f64 f64 const *u64"),

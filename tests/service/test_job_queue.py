@@ -148,8 +148,6 @@ async def test_identical_elementwise_calls_are_one_launch():
 
 
 # --- arrays as bytes -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "named"), [("datetime64[s]", r"datetime64\[s\]"), (object, "object"), ("S2", r"\|S2")]
 )

@@ -332,7 +332,6 @@ def test_expiry_and_retention(opened):
 
 
 # --- two versions ----------------------------------------------------------------------------------------------------
-
 NEWER = '''
 """A newer version's revision."""
 import sqlalchemy as sa

@@ -93,8 +93,6 @@ def eventually(what, seconds=60):
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
-
-
 def test_models_are_listed_with_what_they_do(client):
     found = {model.id: model for model in client.models.list()}
     assert {name: model.task for name, model in found.items()} == {"tiny": "generate", "encoder": "embed"}
@@ -295,7 +293,6 @@ def test_models_have_the_names_of_their_folders_or_those_given(tmp_path):
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
 WRONG = [
     ("completions", {"prompt": ""}, "prompt", "not empty|empty"),
     ("completions", {"prompt": []}, "prompt", "empty"),
@@ -376,8 +373,6 @@ def test_bodies_that_are_not_read(served, client):
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
-
-
 def test_one_answer_that_is_not_finite_ends_alone(client, folders):
     last = json.loads((folders / "tiny" / "config.json").read_text())["vocab_size"] - 1
     good = {}
@@ -500,8 +495,6 @@ def test_metrics_count_tokens_and_times(served, client):
 
 
 # --- the page that tries a prompt ------------------------------------------------------------------------------------
-
-
 def test_the_page_streams_an_answer_and_shows_what_is_wrong(served, client, tmp_path):
     with open_page(f"{served.url}/prompt", tmp_path) as page:
         page.look(1100, 900)
@@ -535,8 +528,6 @@ def test_the_page_streams_an_answer_and_shows_what_is_wrong(served, client, tmp_
 
 
 # --- keys, drain -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folders):
     """A second service on the folder of the first one; it ends what has time, and the rest with an error."""
@@ -618,8 +609,6 @@ def test_a_model_split_over_processes_answers_as_one_process(tmp_path, request):
 
 
 # --- fairness --------------------------------------------------------------------------------------------------------
-
-
 def test_keys_take_turns_and_share_the_queue():
     queue = FairQueue(8)
     for number in range(8):

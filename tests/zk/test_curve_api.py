@@ -63,8 +63,6 @@ def scalars_of(parameters):
 
 
 # --- facts, in and out -----------------------------------------------------------------------------------------------
-
-
 def test_the_facts_of_a_curve(group):
     parameters = curve_of(group.name)
     assert group.order == parameters.order == group.scalar_field.modulus
@@ -166,8 +164,6 @@ def test_bytes(group, layout):
 
 
 # --- the group -------------------------------------------------------------------------------------------------------
-
-
 def test_add_sub_double_neg(group, device):
     parameters = group.parameters
     points = some_points(parameters, 5)
@@ -252,8 +248,6 @@ def test_precompute():
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
-
-
 def test_is_on_curve_and_in_subgroup(group, device):
     parameters = group.parameters
     points = [*some_points(parameters, 5), point_off_curve(parameters), parameters.generator]
@@ -454,8 +448,6 @@ def test_arguments_stay_as_they_are(group):
 
 
 # --- torch -----------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_in_and_out(group):
     words = group.encode(some_points(group.parameters, 5))
     tensor = torch.from_numpy(words)
@@ -491,8 +483,6 @@ def test_the_ledger_has_it():
 
 
 # --- pairings --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pairing_product(name):
     g1, g2 = (group_of(f"{name}_{part}") for part in ("g1", "g2"))

@@ -64,8 +64,6 @@ def unreduced(field):
 
 
 # --- facts, in and out -----------------------------------------------------------------------------------------------
-
-
 def test_the_facts_of_a_field(field):
     row = parameters.FIELDS[field.name]
     assert (field.modulus, field.limbs, field.generator) == (row.modulus, row.limbs, row.generator)
@@ -133,8 +131,6 @@ def test_random_is_uniform_and_below_the_modulus(field):
 
 
 # --- functions of words ----------------------------------------------------------------------------------------------
-
-
 def test_every_function_is_exact_on_edge_values(field, device):
     p = field.modulus
     x, y = pairs(p)
@@ -329,8 +325,6 @@ def test_tensors_give_tensors(one_of_each, device):
 
 
 # --- FieldArray ------------------------------------------------------------------------------------------------------
-
-
 def test_expressions_of_field_arrays(field, device):
     p = field.modulus
     values = edges(p)[1:]
@@ -488,8 +482,6 @@ def test_inputs_are_never_changed(one_of_each, device):
 
 
 # --- the ledger ------------------------------------------------------------------------------------------------------
-
-
 def test_calls_enter_the_ledger(device, monkeypatch):
     monkeypatch.setattr("accelerant.runtime.ledger._CASES_LIMIT", 1 << 20)  # other tests may have reached it
     ledger().reset()
@@ -531,8 +523,6 @@ def test_a_failed_launch_is_counted(monkeypatch):
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_everything_on_cuda(name):

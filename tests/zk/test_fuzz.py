@@ -82,8 +82,6 @@ def below(draw, p):
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
-
-
 @each("name", FIELDS, ["babybear", "goldilocks", "bn254_fr"])
 @on_devices
 @fuzzed
@@ -143,8 +141,6 @@ def test_words_of_strangers(name, data):
 
 
 # --- transforms ------------------------------------------------------------------------------------------------------
-
-
 @each("name", [name for name, field in FIELDS.items() if field.two_adicity > 10], ["goldilocks"])
 @on_devices
 @fuzzed
@@ -168,8 +164,6 @@ def test_transforms(name, device, data):
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------
-
-
 def multiples(curve):
     """What the generator is multiplied by: near 0, so that points are equal, opposite and infinity, or any."""
     return st.one_of(st.integers(-3, 3), st.integers(0, curve.order - 1))
@@ -231,7 +225,6 @@ def test_sums_of_multiples(name, device, data):
 
 
 # --- bytes of strangers ----------------------------------------------------------------------------------------------
-
 LAYOUTS = ("evm", "uncompressed", "compressed")
 
 

@@ -94,8 +94,6 @@ def few(name):
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
-
-
 @each_case
 def test_sums_of_few_points(name, form):
     """From none to 24; scalars 0, 1, r - 1 and others; equal and opposite points, and infinity."""
@@ -305,8 +303,6 @@ def test_plans_hold_every_scalar(name, n, workers):
 
 
 # --- the public function ---------------------------------------------------------------------------------------------
-
-
 def test_sums_of_arrays_and_of_integers():
     name, n = "bn254_g1", 20
     curve, points, multipliers = curve_of(name), generated(name, n), msm_multipliers(n)
@@ -434,8 +430,6 @@ def test_the_key_is_the_program():
 
 
 # --- fixed bases -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("multiples", [None, True, False])
 def test_fixed_bases_give_the_same_sums(multiples):
     name, n = "bn254_g1", 300

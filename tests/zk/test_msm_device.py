@@ -152,8 +152,6 @@ def check(space, curve, scalars, logarithms, there, **options):
 
 
 # --- the sort --------------------------------------------------------------------------------------------------------
-
-
 def sorted_by(space, curve, plan, scalars):
     """What sort.c makes of scalars: the keys' sums as lists of (space, sign), after checks that hold for all."""
     work, n = MsmRunner(space, curve, plan), len(scalars)
@@ -240,8 +238,6 @@ def test_the_sort_fills_the_buckets(space, sort):
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
 def test_sums_are_exact(space, name):
     """Any scalars and points; windows and segments of few points too, so that buckets are cut up."""
@@ -383,8 +379,6 @@ def test_known_answers(space, name):
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
-
-
 def check_room(plan, filling):
     """Lists hold the segments and partial sums of buckets: (points of a bucket, how many such buckets)."""
     units = [(-(-size >> plan.rounds), count) for size, count in filling]
@@ -643,7 +637,6 @@ def test_what_cannot_be_is_refused(name, options, message):
 
 
 # --- what a GPU gives ------------------------------------------------------------------------------------------------
-
 BUDGETS = {
     "bn254_g1": {
         "msm_accumulate": (128, 0), "msm_combine": (104, 16), "msm_reduce": (144, 0), "msm_multiples": (104, 16),

@@ -27,7 +27,6 @@ from accelerant.algebra.msm.device import canonical, reduce_by_kernel, reduce_by
 from accelerant.algebra.msm.device_plan import accumulate_source, affine_source, fold_source, multiples_source
 
 # --- a process without a device --------------------------------------------------------------------------------------
-
 PROGRAM = """
 import json, sys
 from dataclasses import dataclass
@@ -122,8 +121,6 @@ def test_a_process_of_many_sums_takes_the_kernel():
 
 
 # --- programs and their keys -----------------------------------------------------------------------------------------
-
-
 def programs():
     """Every CUDA program of fields, curves and sums, and some that differ in one option."""
     for field in FIELDS.values():
@@ -168,8 +165,6 @@ def test_a_key_is_of_every_text_that_is_read(monkeypatch):
 
 
 # --- the sums of windows ---------------------------------------------------------------------------------------------
-
-
 def window_sums(curve, pieces, windows, draw):
     """Logarithms (pieces, windows), infinity and equal and opposite points among them, and their projective words."""
     k, p = curve.coordinates, curve.coordinates.base.modulus

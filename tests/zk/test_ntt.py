@@ -53,8 +53,6 @@ def field(request):
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_small_transforms_are_the_sums(field):
     for log_n, inverse, coset in itertools.product(range(1, 6), (False, True), (None, field.generator)):
@@ -87,8 +85,6 @@ def test_products_of_polynomials(name):
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
-
-
 def test_batches_are_transforms_of_their_rows(field):
     x = field.random((2, 3, 64))
     y = ntt(x, field.name)
@@ -372,7 +368,6 @@ def test_threads_transform_at_once():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
 WORDS = np.arange(8, dtype=np.uint64)
 
 REFUSED = [

@@ -81,7 +81,6 @@ def test_a_registered_field_is_the_field_of_its_name():
 
 
 # --- points and scalars in either order ------------------------------------------------------------------------------
-
 POINTS, SCALARS = G1.mul(G1.generator, [2, 3]), FR.encode([5, 7])
 KINDS = {
     "words": (SCALARS, POINTS),
@@ -174,8 +173,6 @@ def test_transforms_are_shared(devices):
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
-
-
 def test_names_of_snarkjs():
     assert zk.field("bn128_fr") is FR
     assert zk.curve("bn128_g1") is zk.curve("BN254_g1") is zk.curve("alt_bn128_g1") is G1

@@ -94,8 +94,6 @@ def run(place, curve, entry, arrays, out, scalars, n, chunk=1, in_place=None):
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
-
-
 @each_place
 def test_sums(place, name):
     """Of any two points: equal, opposite, infinite; about a pack, and with several inversions; in place too."""
@@ -256,8 +254,6 @@ def test_chunks_of_one_point_share_a_block():
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_entrys_program_has_that_entry_alone():
     curve = curve_of("bn254_g2")
     for entry in ENTRIES:
@@ -282,7 +278,6 @@ def test_unknown_entries_are_refused():
 
 
 # --- what a GPU gives ------------------------------------------------------------------------------------------------
-
 REGISTERS = {
     "bn254_g1": (104, 32, 128, 64, 64, 24), "bn254_g2": (208, 56, 255, 128, 128, 255),
     "bls12_381_g1": (144, 40, 176, 88, 88, 216), "bls12_381_g2": (255, 64, 255, 176, 176, 255),

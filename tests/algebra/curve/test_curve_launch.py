@@ -43,7 +43,6 @@ def test_one_stands_for_all(points, scalars, n):
 
 
 # --- many points in the subgroup -------------------------------------------------------------------------------------
-
 WITH_COFACTOR = [pytest.param(f"{family}_g2", marks=pytest.mark.slow) for family in ("bn254", "bls12_381")]
 WITH_COFACTOR += ["bls12_381_g1"]
 N = launch._FEWEST

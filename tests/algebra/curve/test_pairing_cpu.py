@@ -127,8 +127,6 @@ def test_vectors_of_the_precompiles(file):
 
 
 # --- Groth16 ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("circuit", ["poseidon", "range"])
 def test_groth16_proofs_of_snarkjs(circuit):
     family = family_of("bn254")
@@ -156,8 +154,6 @@ def test_a_value_is_that_of_snarkjs():
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
-
-
 @each_family
 @pytest.mark.parametrize("group", ["g1", "g2"])
 def test_points_off_the_curve_or_subgroup_are_refused(family, group):

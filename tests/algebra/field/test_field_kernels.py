@@ -49,8 +49,6 @@ def unpacked(field, array):
 
 
 # --- NVIDIA's carry chains, emulated ---------------------------------------------------------------------------------
-
-
 @cache
 def chains(field):
     """Operation -> the instructions of its asm statement, as the program holds them."""
@@ -177,8 +175,6 @@ def test_carry_chains_are_as_short_as_said(field):
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_program_can_hold_several_fields(compile_cuda):
     """Each under its prefix, in one text; here the two fields of a curve, with carry chains."""
     texts = [field_text(FIELDS[f"bn254_{prefix}"], prefix, "cuda") for prefix in ("fq", "fr")]
@@ -218,8 +214,6 @@ def test_moduli_that_the_arithmetic_does_not_fit_are_refused(modulus, generator)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def provider(request):
     return registry.create(require_backend(request.param))

@@ -86,8 +86,6 @@ def test_torchs_default_device_is_not_that_of_the_engine(mode):
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
-
-
 def test_one_request_whose_logits_are_not_finite_ends_alone(model):
     clean = [prompt(20, seed) for seed in range(4)]
     expected = [generated(model, ids, 6) for ids in clean]
@@ -233,8 +231,6 @@ def test_a_thousand_disconnects_leave_nothing(model):
 
 
 # --- what a request asks for -----------------------------------------------------------------------------------------
-
-
 def test_log_probabilities_are_those_of_the_model(model):
     ids = prompt(30)
     with Engine(model, 40, 16, speculate=2) as engine:

@@ -119,8 +119,6 @@ def test_statistics_that_the_step_spoilt_do_not_hide_the_cause():
 
 
 # --- where the host sees it later, as on a GPU -----------------------------------------------------------------------
-
-
 class Large(nn.Module):
     def forward(self, x):
         return torch.where(x > 1e20, x * torch.inf, x)

@@ -173,8 +173,6 @@ def test_a_writer_that_does_not_finish_leaves_nothing_new(tmp_path):
 
 
 # --- preparing -------------------------------------------------------------------------------------------------------
-
-
 def test_bytes_of_text_files_in_order_with_a_line_between(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first ünd")
@@ -310,8 +308,6 @@ def test_an_output_inside_the_folder_is_not_its_own_input(tmp_path, text, tokeni
 
 
 # --- training on it --------------------------------------------------------------------------------------------------
-
-
 def small_gpt(vocab_size):
     torch.manual_seed(0)
     return GPT(GPTConfig(vocab_size=vocab_size, context=16, layers=1, heads=2, width=16))

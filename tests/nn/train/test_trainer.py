@@ -40,8 +40,6 @@ def with_(config=QUICK, **changes):
 
 
 # --- it learns -------------------------------------------------------------------------------------------------------
-
-
 def test_a_spiral_is_learned():
     config = with_(steps=300, batch_size=64, learning_rate=2e-2)
     history = fit(made(), *spiral(600, 0), config, validation=spiral(200, 1))
@@ -87,8 +85,6 @@ def test_a_model_with_a_loss_of_its_own_is_given_the_batch():
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_arrays_datasets_and_lists_of_the_same_rows_give_the_same_losses():
     x, y = spiral(40, 0)
     expected = fit(made(), x, y, QUICK).losses
@@ -190,8 +186,6 @@ def test_batches_that_are_no_tensors_are_refused():
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("targets", [64, 12])
 def test_accumulated_parts_are_one_large_batch_by_their_targets(targets):
     """With 12 targets in 64 rows, of an epoch's sixteen parts of four rows four or more have none."""
@@ -449,8 +443,6 @@ def test_an_absent_device_is_refused():
 
 
 # --- stopping, watching ----------------------------------------------------------------------------------------------
-
-
 class Wandering(nn.Module):
     """A model whose held-out loss is what the test wants, evaluation by evaluation."""
 
@@ -572,8 +564,6 @@ def test_progress_is_printed(capsys):
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_has_the_log_and_is_not_overwritten(tmp_path):
     folder = tmp_path / "run"
     config = with_(out=str(folder))

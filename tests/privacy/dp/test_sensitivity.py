@@ -18,8 +18,6 @@ BOUND = 1.0
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
 class Tied(nn.Module):
     """An embedding whose table is the output layer; rows are added to what is looked up."""
 
@@ -160,8 +158,6 @@ CASES = {
 
 
 # --- the released sum ------------------------------------------------------------------------------------------------
-
-
 class Released:
     """Sums of clipped gradients over all rows of given data, as a private step releases them."""
 
@@ -219,8 +215,6 @@ class Released:
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
-
-
 def choice(*values):
     return values[int(torch.randint(len(values), ()))]
 
@@ -316,7 +310,6 @@ def require_bound(name, evaluations, *, others=3, seed=0, count=None, **options)
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
-
 both = pytest.mark.parametrize("norms", ["ghost", "instantiate"])
 precisions = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 

@@ -322,8 +322,6 @@ def test_same_results_as_tenseal(n):
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def quick_cipher(monkeypatch):
     """Passphrases without scrypt, which test_paillier.py tests."""

@@ -61,8 +61,6 @@ def assert_shows_nothing(text, private):
 
 
 # --- the scheme ------------------------------------------------------------------------------------------------------
-
-
 def test_known_answer():
     private = PrivateKey(1000003, 1000033, insecure=True)
     public, m, r = private.public, 123456789, 987654321
@@ -239,8 +237,6 @@ def test_primes_are_checked(private):
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_arithmetic_equals_plain_arithmetic(private, kind):
     rng = np.random.default_rng(0)
@@ -435,8 +431,6 @@ def test_results_are_rerandomised_before_they_leave(keys):
 
 
 # --- packed ----------------------------------------------------------------------------------------------------------
-
-
 def test_packed(keys):
     public, private = keys
     slots = public.slots
@@ -478,8 +472,6 @@ def test_what_packed_tensors_refuse(public):
 
 
 # --- phe -------------------------------------------------------------------------------------------------------------
-
-
 def test_phe_reads_ours_and_the_reverse(keys):
     require_module("phe")
     import phe
@@ -505,8 +497,6 @@ def test_phe_reads_ours_and_the_reverse(keys):
 
 
 # --- other libraries -------------------------------------------------------------------------------------------------
-
-
 def test_batches_answer_in_kind(keys, monkeypatch):
     public, private = keys
     array = np.array([1.5, -2.0], np.float32)
@@ -550,8 +540,6 @@ def test_a_limit_beyond_every_float(keys):
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-
-
 def test_messages_come_back(keys, tmp_path):
     public, private = keys
     again = PublicKey.from_bytes(public.to_bytes(), insecure=True)
@@ -705,8 +693,6 @@ def test_errors_are_in_the_tree():
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "backend", [pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )

@@ -143,8 +143,6 @@ def test_operands_that_do_not_fit_are_refused():
 
 
 # --- sums of ChaCha20 masks against the package cryptography's cipher -------------------------------------------------
-
-
 SEEDS = [bytes([i]) * 31 + b"\x01" for i in range(5)]
 
 

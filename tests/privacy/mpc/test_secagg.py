@@ -397,8 +397,6 @@ def test_a_client_counts_for_itself():
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("settings", "message"), [
     ({"clients": 1}, "clients must be .*2"),
     ({"threshold": 2}, r"above \(clients \+ colluders\) / 2 = 2.5, got 2"),
@@ -516,8 +514,6 @@ def test_sparse_graphs_of_many_clients_have_few_neighbours():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_a_round_whose_first_message_fails_is_over(party):
     class Interrupted(BaseException):
         pass

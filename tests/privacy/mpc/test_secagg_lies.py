@@ -314,8 +314,6 @@ def test_mixtures_of_lies_isolate_nobody_in_a_sparse_graph(rng, record_property)
 
 
 # --- boundaries that the list above does not have --------------------------------------------------------------------
-
-
 def test_a_survivor_that_is_no_member_is_refused():
     """It could sign for the survivors without a mask in common with anyone."""
     w = LyingServer(5, 3, earlier=False)

@@ -147,8 +147,6 @@ def test_bytes_of_strangers_are_refused(rng, record_property):
 
 
 # --- what views tell -------------------------------------------------------------------------------------------------
-
-
 def stripped_views(swapped, words, pair_mask):
     """What server and t - 1 = 3 colluding clients see of the inputs of two honest clients after an honest round.
 

@@ -51,8 +51,6 @@ def changed(share, by=1):
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_published_example():
     """p = 1613, f = 1234 + 166 x + 94 x^2: Wikipedia, "Shamir's secret sharing"."""
     values = [(1234 + 166 * x + 94 * x**2) % 1613 for x in range(1, 7)]
@@ -145,8 +143,6 @@ def test_a_share_keeps_no_memory_of_the_others():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"threshold": 4}, "threshold must be an integer from 1 to 3, got 4"),
     ({"threshold": 0}, "threshold must be an integer from 1 to 3, got 0"),
@@ -256,8 +252,6 @@ def test_neither_repr_nor_errors_show_a_secret():
 
 
 # --- arithmetic and refresh ------------------------------------------------------------------------------------------
-
-
 @EACH_FIELD
 def test_sums_and_public_factors(field):
     a, b = torch.tensor([[3, -5, 1000], [0, 2**20, -7]]), torch.tensor([[1, 2, 3], [-4, -5, -6]])
@@ -366,8 +360,6 @@ def test_holders_refresh_without_a_dealer():
 
 
 # --- verifiable shares -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["bn254_g1", pytest.param("bls12_381_g1", marks=pytest.mark.slow)])
 def test_commitments_are_pedersens(name):
     """C_k = f_k g + f'_k h on Python integers, with f and f' interpolated from the shares."""
@@ -455,8 +447,6 @@ def test_results_of_verifiable_shares_are_verifiable():
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
-
-
 def serialized():
     yield from shamir.split(torch.tensor([[1.5, -2.0, 3.0]]), threshold=2, count=3, field="mersenne61")
     yield shamir.split(b"some bytes", threshold=3, count=300)[299]
@@ -558,8 +548,6 @@ def test_shares_of_strangers(rng, record_property):
 
 
 # --- randomness ------------------------------------------------------------------------------------------------------
-
-
 @EACH_FIELD
 def test_coefficients_are_uniform_by_rejection(field, fixed_shares, monkeypatch):
     """Numbers at and above p are drawn again: a stream that begins with p - 1, p and the largest number."""

@@ -190,8 +190,6 @@ def test_a_name_cut_inside_a_character_is_read(altered, data):
 
 
 # --- check() ---------------------------------------------------------------------------------------------------------
-
-
 def out_of_subgroup(curve):
     """A point of the curve out of the subgroup of order r."""
     k = curve.coordinates
@@ -290,8 +288,6 @@ def test_a_last_contribution_of_another_key_is_found(altered, data, family):
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def test_arguments_that_make_no_key(tmp_path):
     with Zkey.open(path_of("bn254")) as key:
         good = everything(key)

@@ -86,8 +86,6 @@ def same_on_both(key, witness, device):
 
 
 # --- the kernels around sums and transforms --------------------------------------------------------------------------
-
-
 def test_rows_and_quotient_are_the_cpus(device):
     """Rows of no entry, of few, and of just more and many more than a thread takes; any words as values."""
     field, n, signals = snarkjs_scalar_field(family_of("bn254")), 16, 40
@@ -127,8 +125,6 @@ def test_gathered_and_unreduced(space):
 
 
 # --- proofs ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_multiples")
 @pytest.mark.sample(2)
 def test_proofs_of_snarkjs_keys(circuit, device):
@@ -184,8 +180,6 @@ def test_sections_of_no_points(tmp_path, device):
 
 
 # --- several proofs --------------------------------------------------------------------------------------------------
-
-
 def given(folder, names, taken):
     for name in names:
         taken.append(name)
@@ -401,8 +395,6 @@ def test_a_forked_child_waits_for_no_threads():
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 def test_a_wrong_witness_makes_no_proof(small, product, tmp_path, prover):
     with pytest.raises(FormatError, match="does not verify and is not returned"):
@@ -444,8 +436,6 @@ def test_a_damaged_key_makes_no_proof(small, tmp_path, device, section):
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kept", ["", "AH", "CB1B2"])
 def test_what_has_no_room_is_streamed(small, device, monkeypatch, kept):
@@ -514,8 +504,6 @@ def test_points_without_infinity():
 
 
 # --- several devices, and which -------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_multiples")
 def test_several_devices_share_a_proof(small, device):
     """Three, on a machine with one device three times the same: two share B2."""

@@ -133,8 +133,6 @@ def test_a_stage_excludes_the_compilation_of_its_own_thread(monkeypatch):
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("index", [1, 2, 4, 5])
 def test_a_wrong_witness_makes_no_proof(product, tmp_path, index):
     family, folder = product
@@ -253,8 +251,6 @@ def test_nothing_secret_is_shown(product):
 
 
 # --- circuits of all sizes -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n_constraints", "n_public"), [(1, 0), (2, 0), (2, 1), (3, 3), (1, 7), (60, 2), (300, 100)])
 def test_generated_circuits(tmp_path, family, n_constraints, n_public):
     wires = circuits.write_circuit(tmp_path, family, n_constraints, n_public)

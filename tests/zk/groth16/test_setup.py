@@ -81,7 +81,6 @@ def test_a_target_that_cannot_be_written_is_found_first(tmp_path):
 
 
 # --- multiples of one point -------------------------------------------------------------------------------------------
-
 CURVES = ["bn254_g1", "bn254_g2", *(pytest.param(f"bls12_381_g{i}", marks=pytest.mark.slow) for i in (1, 2))]
 
 

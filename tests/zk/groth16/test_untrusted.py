@@ -124,8 +124,6 @@ command = functools.partial(commands.run, "zk")
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", KEY)
 def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tmp_path, capsys):
@@ -226,8 +224,6 @@ def test_a_key_cannot_change_after_its_check():
 
 
 # --- keys that anyone can forge proofs for ---------------------------------------------------------------------------
-
-
 def related_keys(family):
     """Name -> a key with two points whose logarithms are otherwise unknown, and a proof that needs no witness."""
     pairing, p = family_of(family), points_of(family)
@@ -312,8 +308,6 @@ def test_a_forgeable_proving_key_says_so(tmp_path):
 
 
 # --- proofs ----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def proof_of(family):
     """A valid proof of the family's key, by Python: the prover's kernels take a second to compile."""
@@ -452,8 +446,6 @@ def test_batches():
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_in_json(family):
     """Only the one decimal text of a number below r is read."""
@@ -589,8 +581,6 @@ def test_writers_check_what_verify_checks(name):
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_name_given_twice_is_refused():
     """Readers disagree on which value counts."""
     proof = good_text("bn254")

@@ -87,8 +87,6 @@ def test_python_values_that_are_no_points(parts):
 
 
 # --- known logarithms ------------------------------------------------------------------------------------------------
-
-
 def key_and_proofs(rng, family, n_public, small):
     """Return a key, and (public, proof, whether it is one) of three proofs, all from logarithms."""
     r = family_of(family).r
@@ -126,8 +124,6 @@ def test_the_equation_holds_as_that_of_the_logarithms(family, rng, record_proper
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
-
-
 def small_order(family, group):
     """Return a point that is on the curve, of an order that divides the cofactor; None if the cofactor is 1."""
     if group == "g2":
@@ -251,8 +247,6 @@ def test_damaged_texts_are_malformed_or_false_or_the_same(parts, rng, record_pro
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def test_texts_are_those_of_snarkjs(parts):
     assert parts.proof.to_json() == parts.texts["proof"]
     assert parts.proof.public_json() == parts.texts["public"]

@@ -74,8 +74,6 @@ def speaker_of(committed, x, y):
 
 
 # --- another statement -----------------------------------------------------------------------------------------------
-
-
 def test_the_honest_proof_is_accepted(honest):
     committed, x, y, proof = honest
     assert (y == committed.network(x)).all()
@@ -159,8 +157,6 @@ def test_constants_are_bound_to_the_commitment(honest, monkeypatch):
 
 
 # --- every byte ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["proof", "commitment"])
 def test_every_byte(honest, what, rng, monkeypatch):
@@ -275,8 +271,6 @@ def test_types_that_are_no_bytes_and_no_commitment(honest):
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def convolutions():
     """Three convolutions of 3x5x4 pixels, of which the last adds the output of the first; and a proof."""
@@ -334,8 +328,6 @@ def test_another_graph(convolutions, changes, monkeypatch):
 
 
 # --- provers that lie ------------------------------------------------------------------------------------------------
-
-
 class LyingProof(InferenceProof):
     """A run with other columns of activations; multiplicities are those of the honest ones."""
 
@@ -681,8 +673,6 @@ def test_weights_in_the_padding_do_not_count(generator, monkeypatch):
 
 
 # --- other encodings, trees, degrees and shapes ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["messages", "leaves"])
 def test_zeros_that_are_written_as_p(honest, where, monkeypatch):
     """Overflows are zeros here: their claims, and their words in leaves, which the tree then contains so."""

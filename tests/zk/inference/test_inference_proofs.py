@@ -59,7 +59,6 @@ from accelerant.zk.inference.verifier import IDENTITY, LOG_RATE, QUERIES, P, Wit
 from requirements import require_backend
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
-
 EDGES = [0, 1, 2, P - 1, P - 2, 2**32, 2**32 - 1]
 
 
@@ -168,8 +167,6 @@ def test_a_device_makes_the_same_files(generator, device):
 
 
 # --- honest proofs ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.search(1)
 def test_any_network_is_proven_as_defined(generator, record_property):
     """Widths, batches, tables, multipliers and biases at random; the output is that of Python's integers."""
@@ -394,8 +391,6 @@ def test_the_specification_is_short_and_shares_no_code():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("changes", "error", "message"), [
     ({"multiplier": 0}, ConfigError, "layer 0 has multiplier 0"),
     ({"multiplier": (1 << 17) + 1}, ConfigError, "layer 0 has multiplier 131073"),
@@ -510,8 +505,6 @@ def test_malformed_networks_are_refused(generator, cut):
 
 
 # --- docs/formats.md -------------------------------------------------------------------------------------------------
-
-
 def documented():
     """Return the tables of the section on proofs of inference in docs/formats.md: rows of cells, without the heads."""
     text = (Path(__file__).parents[3] / "docs" / "formats.md").read_text().split("\n## Proofs of inference\n")[1]

@@ -46,8 +46,6 @@ def assert_same(found, expected):
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------
-
-
 @modes
 def test_microbatches_make_no_difference(norms):
     model, x = small(), batch(6)
@@ -221,8 +219,6 @@ def test_what_is_called_after_a_pass():
 
 
 # --- shared layers ---------------------------------------------------------------------------------------------------
-
-
 @modes
 @pytest.mark.parametrize("layer", [
     lambda: nn.Linear(4, 4),
@@ -294,8 +290,6 @@ def test_checkpointing(norms):
 
 
 # --- by layer --------------------------------------------------------------------------------------------------------
-
-
 @modes
 @pytest.mark.parametrize("named", [False, True])
 def test_per_layer(named, norms):
@@ -330,8 +324,6 @@ def test_per_layer_keeps_nothing_of_layers_that_are_done():
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
-
-
 def test_the_bound_may_change_between_passes():
     model, x = small(), batch()
     clipper = PerExampleClipper(model, max_grad_norm=1.0)
@@ -402,8 +394,6 @@ def test_one_clipper_at_a_time():
 
 
 # --- passes that cannot be, and those that are not ours ---------------------------------------------------------------
-
-
 def test_without_gradients_the_model_is_as_it_was():
     model, x = small(), batch()
     expected = model(x)

@@ -204,16 +204,12 @@ def test_kernels_compile_for_hopper_without_spills():
 
 
 # --- the Hopper kernel that forms gradients: its code without a GPU, its results on one ------------------------------
-
-
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @HALF
 @pytest.mark.sample(2)
@@ -274,7 +270,6 @@ def test_what_the_copy_engine_cannot_read_is_copied():
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
 SHAPES = [  # B, T, N, K
     (1, 1, 8, 8),
     (3, 65, 200, 136),

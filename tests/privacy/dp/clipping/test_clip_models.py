@@ -80,8 +80,6 @@ def test_a_tied_table_of_torch(norms):
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
-
-
 def of_transformers(name):
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": V, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

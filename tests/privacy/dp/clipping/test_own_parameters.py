@@ -221,8 +221,6 @@ def test_dropout_is_drawn_for_each_example_and_the_forward_pass_is_that_of_the_m
 
 
 # --- what all examples share -----------------------------------------------------------------------------------------
-
-
 class Positions(nn.Module):
     def __init__(self, use):
         super().__init__()
@@ -313,8 +311,6 @@ def test_torch_compile(use):
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
 def keeps(m, x):
     m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
     return (x - m.mean) * m.scale

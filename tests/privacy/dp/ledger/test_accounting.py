@@ -24,8 +24,6 @@ def epsilon(*events, delta=DELTA, **options):
 
 
 # --- known answers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_dp_sgd_on_mnist():
     """TensorFlow Privacy's tutorial; both numbers are Google dp-accounting 0.6.0's."""
@@ -157,8 +155,6 @@ def test_the_discrete_gaussian_on_a_fine_grid_costs_as_the_continuous():
 
 
 # --- sampling and relations ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampling", ["shuffled", "unknown"])
 @pytest.mark.parametrize("mechanism", ["gaussian", "discrete_gaussian", "laplace", "discrete_laplace"])
 def test_what_is_no_poisson_draw_is_not_amplified(sampling, mechanism):
@@ -177,8 +173,6 @@ def test_poisson_sampling_is_refused_where_records_are_replaced():
 
 
 # --- no answer, and why ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 @pytest.mark.parametrize("noise", [0.0, 1e-300, 1e-155])  # the inverse of its square overflows
 def test_no_noise_is_no_privacy(noise, method):
@@ -229,8 +223,6 @@ def test_extreme_noise_has_an_answer(noise):
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "rate", "count", "more"), [(1.0, 0.3, 20, 1), (1.5, 0.02, 300, 50), (5.0, 1e-3, 1, 3)]
@@ -277,8 +269,6 @@ def test_no_count_takes_long(step):
 
 
 # --- how many more ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_remaining_is_the_last_that_fits(method):
@@ -311,8 +301,6 @@ def test_last_within_finds_any_step(limit, start):
 
 
 # --- wrong usage -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ({"delta": 0}, "delta must be in"), ({"delta": 1.0}, "delta must be in"), ({"delta": math.nan}, "got nan"),
     ({"method": "gdp"}, "got 'gdp'"), ({"neighbouring": "similar"}, "got 'similar'"),

@@ -193,8 +193,6 @@ def test_no_history_hides_what_was_spent(record_property):
 
 
 # --- cut files -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lines", [2, 3, 4])
 def test_the_statement_of_a_cut_ledger_without_its_head_says_so(tmp_path, lines):
     path = tmp_path / "privacy.jsonl"
@@ -232,8 +230,6 @@ def test_a_file_that_was_emptied_with_its_head_says_so(tmp_path):
 
 
 # --- interrupted, replaced and crafted files -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", range(1, 8))
 def test_ctrl_c_at_any_write_leaves_a_ledger_that_can_be_read(tmp_path, monkeypatch, at):
     """A line of an event that did not happen may be longer than the next one, which takes its place."""
@@ -359,7 +355,6 @@ def test_equal_events_of_a_record_add_up(tmp_path):
 
 
 # --- budgets ---------------------------------------------------------------------------------------------------------
-
 STEP = PrivacyEvent("discrete_laplace", 10.0)  # epsilon 0.1
 TIGHT, LOOSE = Budget(epsilon=0.5, delta=DELTA, method="rdp"), Budget(epsilon=1.0, delta=DELTA, method="rdp")
 
@@ -421,8 +416,6 @@ def test_budgets_that_do_not_compare_hold_together(tmp_path):
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
-
 def counts(ledger):
     return {event.times(1): event.count for event in ledger.events}
 

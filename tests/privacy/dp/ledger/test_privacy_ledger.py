@@ -41,8 +41,6 @@ def lines_of(path):
 
 
 # --- adding up -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_in_memory():
     with PrivacyLedger() as ledger:
@@ -131,8 +129,6 @@ def test_many_like_events_become_few_that_cost_no_less(path):
 
 
 # --- budget ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_the_step_that_would_pass_the_budget_is_refused_before_anything_is_written(path, method):
     budget = Budget(epsilon=0.5, delta=1e-5, method=method)
@@ -196,8 +192,6 @@ def test_budgets_without_meaning(values):
 
 
 # --- what does not add up --------------------------------------------------------------------------------------------
-
-
 def test_other_units_relations_and_data_sets_are_refused(path):
     PrivacyLedger(path, unit="patient", dataset="a").close()
     before = path.read_bytes()
@@ -306,8 +300,6 @@ def test_others_may_read_and_not_write(path):
 
 
 # --- files that were cut or edited -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def written(path):
     for _ in range(2):
@@ -427,8 +419,6 @@ def test_a_first_line_that_a_crash_cut_short_begins_a_ledger(path, torn):
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_torn_last_line_is_dropped_and_what_it_may_have_meant_is_counted(path):
     """A crash while the closing record is written: the reservations count."""
     ledger = PrivacyLedger(path)

@@ -168,8 +168,6 @@ def test_wide_noise_on_whole_numbers_has_a_coarser_grid():
 
 
 # --- the delta of the discrete Gaussian, by its exact privacy loss ---------------------------------------------------
-
-
 def exact_delta(plan, sensitivity, epsilon):
     """The largest delta at epsilon of one number plus discrete Gaussian noise, over the distances of two neighbours."""
     sigma = plan.scale / plan.grid
@@ -303,8 +301,6 @@ def test_noise_in_place_takes_tensors_alone(add, x):
 
 
 # --- local privacy: reports are as likely as they should be, estimates unbiased, epsilon what is recorded -------------
-
-
 @pytest.mark.parametrize("choices", [2, 5])
 @pytest.mark.usefixtures("fixed_entropy")
 def test_randomised_response_has_its_probabilities(choices):

@@ -205,8 +205,6 @@ def test_numbers_without_meaning_are_refused(std, grid, message):
 
 
 # --- the base sampler's tables, every entry with integers, and distances against mpmath -------------------------------
-
-
 VARIANCES = [Fraction(1, 100), Fraction(1), Fraction(137, 3), Fraction(2100), Fraction(465, 10) ** 2]
 DIGITS = 90
 

@@ -110,8 +110,6 @@ def test_noise_is_added_as_torch_does(run, n):
 
 
 # --- triggers --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def often(monkeypatch):
     """Triggers of probability 1/64 in the reference: of 2^-22, no test would see one."""
@@ -140,8 +138,6 @@ def test_by_addresses_the_same_comes_out(monkeypatch, count):
 
 
 # --- Laplace ---------------------------------------------------------------------------------------------------------
-
-
 def laplace_on_cpu(table, n):
     digits, indices = table.shape[1], -(-n // lanes())
     held = [STATE, np.array([FIRST]), table.view(np.int32).copy(), np.zeros(indices * lanes(), np.int64)]
@@ -186,8 +182,6 @@ def test_laplace_decides_equal_words_by_the_pool():
 
 
 # --- machine code ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])

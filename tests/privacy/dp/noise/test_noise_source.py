@@ -160,8 +160,6 @@ def test_names_say_what_is_secure():
 
 
 # --- nothing repeats -------------------------------------------------------------------------------------------------
-
-
 def first_draws(source):
     x = torch.zeros(6)
     source.add_gaussian_([x], 1.0, grid=GRID)
@@ -236,8 +234,6 @@ def test_no_checkpoint_holds_a_key():
 
 
 # --- FastSource ------------------------------------------------------------------------------------------------------
-
-
 def philox_normals(seed, stream, first, n):
     """By the reference's words, in float64."""
     counter = np.arange(first, first + -(-n // 4)).astype(np.uint64)
@@ -328,8 +324,6 @@ def test_seeds_out_of_range_are_refused(seed):
 
 
 # --- a GPU -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_triggers_on_a_gpu_take_the_remainder_from_the_pool(monkeypatch):
     """Of 2^-22 no small test would see one: they are made as frequent as 1/64, there and in the reference."""

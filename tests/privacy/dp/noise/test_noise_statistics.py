@@ -123,8 +123,6 @@ def test_fast_draws_fit_the_normal_distribution():
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(
     not host_vectors().wide_permutes, reason="without AVX-512 tables are read at secret addresses, as documented"
 )

@@ -69,8 +69,6 @@ class Windows:
 
 
 # --- which units are drawn -------------------------------------------------------------------------------------------
-
-
 @given(rate=st.floats(1 / 64, 1), first=st.integers(0, 255), low=st.integers(0, 2**45 - 1))
 @settings(max_examples=300, deadline=None, derandomize=True)  # a loaded machine is no error
 def test_a_unit_is_drawn_where_its_53_bits_are_below_the_rate(rate, first, low):
@@ -155,8 +153,6 @@ def test_without_steps_it_does_not_end():
 
 
 # --- no seed ---------------------------------------------------------------------------------------------------------
-
-
 def first_draw(sampler):
     return next(iter(sampler)).tolist()
 
@@ -193,8 +189,6 @@ def test_a_stream_of_ours():
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
-
-
 def collected(batches):
     """Draws, each a list of the rows that count."""
     found, rows = [], []
@@ -272,8 +266,6 @@ def test_only_drawn_items_of_a_dataset_are_read():
 
 
 # --- units with several records --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("records", [1, 2, 5])
 def test_a_unit_puts_in_a_bounded_number_of_its_records(records):
     groups = torch.tensor([7, 7, 7, -2, 5, 5, 7, 5, 9])
@@ -309,8 +301,6 @@ def test_grouped_batches():
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_how_loaders_draw():
     data = TensorDataset(X)
     assert sampling_of(DataLoader(data, shuffle=True)) == "shuffled"

@@ -292,8 +292,6 @@ def test_processes_that_do_not_agree_all_say_what_differs(tmp_path):
 
 
 # --- Private training over two processes, one of which is killed (SIGKILL) at a random moment -------------------------
-
-
 KILLS = 5 if soak.MINUTES else 1
 
 pytestmark = [

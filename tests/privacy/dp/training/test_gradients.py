@@ -171,8 +171,6 @@ def test_arrays_and_lists_come_back_as_they_were_given():
 
 
 # --- a target epsilon ------------------------------------------------------------------------------------------------
-
-
 def planned(**changes):
     given = {"epsilon": 2.0, "delta": 1e-5, "max_grad_norm": 1.0, "steps": 5, "sample_rate": 1.0}
     return dp.Privatizer(**{**given, "expected_batch_size": 4.0, **changes})
@@ -299,8 +297,6 @@ def test_gradients_on_a_gpu_stay_there():
 
 
 # --- the adaptive clipping norm: it finds the quantile, and what it costs is in the event -----------------------------
-
-
 def train(training, data, steps, **options):
     for batch in training.batches(data, steps=steps, **options):
         classify(training.model, *batch.tensors).backward()

@@ -199,8 +199,6 @@ def test_epsilon_is_no_larger_than_opacus_and_not_far_below(rate, noise, steps):
 
 
 # --- PrivacyEngine: a program of Opacus after its import was changed --------------------------------------------------
-
-
 def loader(batch_size=16, rows=64, **options):
     x, y = torch.randn(rows, 6), torch.arange(rows) % 3
     return DataLoader(TensorDataset(x, y), batch_size=batch_size, **options)

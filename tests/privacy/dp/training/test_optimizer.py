@@ -303,8 +303,6 @@ def test_our_optimiser_clips_the_noisy_mean():
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_a_second_backward_pass_over_the_same_rows_is_refused():
     data, model = points(), mlp()
     with private(model, 0.5) as training:
@@ -645,8 +643,6 @@ def test_parts_of_two_draws_do_not_meet_where_the_loop_says_what_it_uses():
 
 
 # --- choices that depend on the data ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("attribute", ["norms", "factors", "layer_norms"])
 def test_a_bound_that_is_set_after_norms_were_read_is_warned_of(attribute):
     data, model = points(), mlp()

@@ -260,8 +260,6 @@ def test_a_small_mixture_is_refused_beside_rounding(mix, share, low):
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
-
-
 def one_hot(y):
     return F.one_hot(y, 3).float()
 
@@ -314,8 +312,6 @@ def test_a_model_whose_parts_are_called_is_named_as_unchecked():
 
 
 # --- models that are accepted ----------------------------------------------------------------------------------------
-
-
 class Many(nn.Module):
     """Takes a mapping and keywords, returns a named tuple, draws random numbers of three kinds, counts calls."""
 
