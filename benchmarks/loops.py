@@ -46,7 +46,7 @@ from accelerant.cli.bench import run_command
 from accelerant.config import override
 from accelerant.errors import AccelerantError, MissingDependency
 from accelerant.nn import PatchReport, patch
-from accelerant.nn.patching.choice import LAPS, remember
+from accelerant.nn.patching.choice import LAPS, WARM_UP, remember
 from accelerant.runtime.compilation import background
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks.loop_cells import DYNAMIC, FAMILIES, LOOPS, RUNNERS, TORCH, Cell, Running, running
@@ -74,9 +74,9 @@ _MILLION, _LEAST = 1e6, 1e-3
 _BLOCKS, _BLOCK = 5, 4
 """Blocks of steps that each runner is timed in, and the steps of one."""
 
-_QUIET, _QUIET_S, _SETTLE_S, _KERNELS_S = 3, 0.6, 15.0, 60.0
-"""Blocks, and seconds, in which a patched model changes nothing before it is timed; the most seconds until then after
-its kernels are compiled, and until these are.
+_QUIET, _QUIET_S, _SETTLE_S, _KERNELS_S = _BLOCKS, 2.0, 15.0, 60.0
+"""Blocks (of the batches that are timed), and seconds, in which a patched model changes nothing before it is timed; the
+most seconds until then after its kernels are compiled, and until these are.
 """
 
 _CELL_S, _RUNS_S = 4.0, 60.0
@@ -348,7 +348,7 @@ class _Ready:
         until = began + _SETTLE_S
         while min(same / _QUIET, (time.perf_counter() - changed) / _QUIET_S) < 1 and changed < until:
             first_ms(self.advance, where)
-            now = background.is_ready(), dict(report.choices), report.graphs["captured"]
+            now = background.is_ready(), dict(report.choices), report.graphs["captured"], report.graphs[WARM_UP]
             same = same + 1 if now == before and now[0] and now[1] else 0
             before, changed = now, changed if same else time.perf_counter()
             if not now[0]:

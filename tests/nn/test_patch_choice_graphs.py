@@ -62,6 +62,19 @@ def test_sides_take_turns_where_lengths_have_no_graphs(graphed, monkeypatch):
     assert len(report.choices) == 2
 
 
+def test_a_model_whose_graphs_are_gone_is_measured_again(graphed, monkeypatch):
+    model, report, _, clock = graphed
+    clock.before, clock.ours = 0.9, 0.3
+    for step in range(STEPS):
+        outcome(model, batch("gpt2", seed=step))
+    assert clock.sides[-3:] == [2] * 3
+    model.__dict__[RECORD].graphs._off = "for the test"
+    for step in range(choice.MOST_EAGER + STEPS + 3):
+        outcome(model, batch("gpt2", seed=step))
+    assert clock.sides[-3:] == [0] * 3, report
+    assert len(report.choices) == 1
+
+
 def test_without_memory_for_it_nothing_runs_as_it_was(graphed, monkeypatch):
     monkeypatch.setattr(choice, "_has_room", lambda model, trial, kwargs: False)
     model, report, _, clock = graphed

@@ -11,12 +11,14 @@ from functools import partial
 import patch_models
 import pytest
 import torch
+from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture, graphs
+from accelerant.nn.patching.buckets import NotYet
 from accelerant.runtime.ledger import ledger
 
 BEFORE = graphs.EAGER_CALLS
@@ -123,6 +125,40 @@ def trained(model, steps=8, accumulate=1, amp=False, logits=False, set_to_none=T
         optimizer.zero_grad(set_to_none=set_to_none)
         losses.append(loss.item())
     return losses
+
+
+def test_memory_of_a_graph_that_was_dropped_is_not_shared(model, monkeypatch):
+    pools, capture_it, missing = [], Rerun.capture, [True]
+
+    def captured(self, fn, *, warm_up, pool=None, quick=False):
+        pools.append(pool)
+        return capture_it(self, fn, warm_up=warm_up, pool=pool, quick=quick)
+
+    def await_kernels(self):
+        if missing and missing.pop():
+            raise NotYet("a kernel is compiled")
+
+    monkeypatch.setattr(Rerun, "capture", captured)
+    monkeypatch.setattr(graphs.Graphs, "_await_kernels", await_kernels)
+    report = acl.nn.patch(model, graph=True)
+    trained(model)
+    assert [pool is None for pool in pools] == [True, False] * 2
+    assert pools[1] is not pools[3]
+    assert report.graphs["eager: a kernel is compiled"] == report.graphs["captured"] == 1
+
+
+@pytest.mark.parametrize(("values", "reads"), [([0, 2, 1, 2], False), ([3, 3, 3, 3], False), ([0, 5, 1, 4], True)])
+def test_bincount_does_not_read_its_length_in_a_capture(values, reads):
+    values, work = torch.tensor(values), capture.HostWork("cpu")
+
+    def counts():
+        return torch.bincount(values, minlength=4)
+
+    with work.noted():
+        wanted = counts()
+    with work.repeated(), profile() as ran:
+        torch.testing.assert_close(counts(), wanted)
+    assert any(event.key == "aten::bincount" for event in ran.key_averages()) is reads
 
 
 @pytest.mark.parametrize(("options", "checkpointing"), [

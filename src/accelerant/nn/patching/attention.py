@@ -1,9 +1,6 @@
-"""Our attention as "accelerant" in transformers' AttentionInterface, with its masks.
+"""Our attention as "accelerant" in transformers' AttentionInterface; modules that are not patched get that of "sdpa".
 
-A call from a module that is not patched, whose config may be shared, gets exactly the result of "sdpa". A mask whose
-content is known from how it was made is a `Mask`, which nothing computes unless it is read: our kernels take its
-Pattern. Where a call goes to torch, it gets the mask that transformers makes for torch. Nothing of a mask on a GPU is
-read on the host.
+A mask whose content is known is a `Mask`, computed only if torch reads it; nothing of it is read on the host of a GPU.
 """
 
 from __future__ import annotations

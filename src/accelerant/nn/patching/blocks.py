@@ -1,11 +1,7 @@
 """The forward methods that patch puts on modules: norms, activations, embeddings, MLPs, attention and whole blocks.
 
-They take and return what those of transformers do. Each falls back to its class's own forward if our op would return
-another dtype, or for arguments that it does not support. A submodule with hooks or adapters is called.
-
-In plain training a block runs as one autograd function: gradients are required, all tensors have one dtype, there is no
-cache or dropout, and our attention supports the mask. Otherwise the block calls its modules one by one, with a residual
-sum and the norm that follows it in one op. Under autocast the function computes as torch does.
+Each falls back to its class's own for arguments that our op does not take. In plain training (gradients, one dtype or
+autocast, no cache, dropout, hooks or adapters) a block is one autograd function; otherwise it calls its modules.
 """
 
 from __future__ import annotations

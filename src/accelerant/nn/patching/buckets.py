@@ -1,8 +1,7 @@
-"""Calls whose lengths vary, padded to a few lengths (buckets) that have graphs.
+"""Calls whose lengths vary, padded on the right to a few lengths (buckets) that have graphs.
 
-Positions are padded on the right. Whether a model allows that is known from its class and config (`obstacle`), and
-tried once with the first arguments whose length varies (`tried`): what a caller gets must not depend on the
-padding, and must be what the model computes without it.
+Whether a model allows that is known from its class and config (`obstacle`), and tried once (`tried`): what a caller
+gets must not depend on the padding, and must be what the model computes without it.
 """
 
 from __future__ import annotations
@@ -134,23 +133,14 @@ def covers(longer: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call whose lengths may be padded.
+    """A call whose lengths may be padded."""
 
-    Attributes:
-        family: its key without the lengths.
-        lengths: in tokens: of all arguments, or of an encoder's and a decoder's.
-        limits: the longest that the model allows; None for any.
-        names: of all arguments, given by position or added.
-        values: those arguments.
-        fills: which length each tensor among them has, and the value that pads it; None for a tensor without.
-    """
-
-    family: Any
-    lengths: tuple[int, ...]
-    limits: tuple[int | None, ...]
-    names: tuple[str, ...]
+    family: Any  # its key without the lengths
+    lengths: tuple[int, ...]  # in tokens: of all arguments, or of an encoder's and a decoder's
+    limits: tuple[int | None, ...]  # the longest that the model allows; None for any
+    names: tuple[str, ...]  # of all arguments, given by position or added
     values: list[Any]
-    fills: tuple[tuple[int, Any] | None, ...]
+    fills: tuple[tuple[int, Any] | None, ...]  # which length each tensor has, and what pads it; None without
 
 
 _Plan = tuple[Call, tuple[int, ...], int | None]

@@ -1,10 +1,7 @@
 """One captured call of a patched model: its forward and its backward pass as two CUDA graphs.
 
-A call is one autograd function that replays both. The parameters are its inputs, so that autograd accumulates `.grad`
-and calls hooks, DDP's too. Outputs are copied out of the memory of the graphs. Gradients are in that memory: one that
-is still in use at the next forward pass is moved first. A second backward pass, or one that is differentiated, runs the
-call again, eagerly. Graphs of calls that differ in their length alone share a Pool, and one graph serves shorter calls
-too (Padding).
+A call is one autograd function that replays both, with the parameters as inputs: autograd accumulates `.grad` and calls
+hooks, DDP's too. A second backward pass, or one that is differentiated, runs the call again, eagerly.
 """
 
 from __future__ import annotations
@@ -39,21 +36,18 @@ class HostWork:
 
     Values that the host copies (`torch.tensor(0.0, device=x.device)`) are kept on the device, and copied from there in
     the capture. Draws that decide nothing (whether layers are left out, at probability 0) are repeated in each replay,
-    so that later draws are the same as without a graph.
-
-    Attributes:
-        draws: numbers that each call draws on the host, and that decide nothing.
+    so that later draws are the same as without a graph. torch.bincount does not read how long its result is.
     """
 
     def __init__(self, device: str) -> None:
-        self.draws = 0
+        self.draws = 0  # numbers that each call draws on the host, and that decide nothing
         self._device, self._constants = device, dict[Any, Tensor]()
-        self._decided = True
+        self._decided, self._longer = True, False  # _longer: a result of bincount is longer than its minlength
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what an eager call does inside the block."""
-        self.draws, self._decided = 0, True
+        self.draws, self._decided, self._longer = 0, True, False
         unused = dict[int, weakref.ref[Tensor]]()
 
         def note(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -67,6 +61,8 @@ class HostWork:
                 unused[id(result)] = weakref.ref(result)
             elif host is not None and result.device.type == self._device:
                 self._constants[_content(host)] = result.detach().clone()
+            elif func is torch.bincount:
+                self._longer |= result.numel() != kwargs.get("minlength")
             return result
 
         with _Calls(note):
@@ -92,6 +88,8 @@ class HostWork:
         """Copy what was noted from the device, inside the block, and leave the host's generator as it was."""
 
         def repeat(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+            if func is torch.bincount and len(args) == len(kwargs) == 1 and not self._longer:
+                return _counted(args[0], kwargs["minlength"])
             host = self._copied(func, args, kwargs)
             kept = None if host is None else self._constants.get(_content(host))
             if kept is None and host is not None and host.numel() == 1:  # only calls in a capture make this copy
@@ -157,6 +155,13 @@ def _parsed(args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, tor
     options = {name: value for name, value in kwargs.items() if name != "copy"}
     device, dtype, *_ = torch._C._nn._parse_to(*args[:3], **options)
     return device, dtype
+
+
+def _counted(values: Tensor, length: int) -> Tensor:
+    """Return how many values are 0, 1, ... up to below a length, as torch.bincount, without a look at the largest."""
+    counts = torch.zeros(length + 1, dtype=torch.int64, device=values.device)
+    at = values.long().clamp(max=length)
+    return counts.scatter_add_(0, at, torch.ones_like(at))[:length]
 
 
 def _is_certain(limit: object) -> bool:
@@ -237,17 +242,11 @@ POSITIONS = "positions"  # pads positions: a sequence of its own, from 0 on
 
 @dataclass(frozen=True)
 class Padding:
-    """Rules that pad shorter calls to a graph's lengths: on the right, along dimension 1 of arguments.
+    """Rules that pad shorter calls to a graph's lengths: on the right, along dimension 1 of arguments."""
 
-    Attributes:
-        lengths: those of the graph: that of all tokens, or an encoder's and a decoder's.
-        fills: which of the lengths each tensor among the arguments has, and the value that pads it; None for none.
-        dims: the dimension of each output that has a length, and which of them; None for an output without.
-    """
-
-    lengths: tuple[int, ...]
-    fills: tuple[tuple[int, Any] | None, ...]
-    dims: tuple[tuple[int, int] | None, ...]
+    lengths: tuple[int, ...]  # those of the graph
+    fills: tuple[tuple[int, Any] | None, ...]  # of each tensor: which of them it has, and what pads it
+    dims: tuple[tuple[int, int] | None, ...]  # of each output: its dimension that has one, and which
 
     def write(self, to: Tensor, value: Tensor, place: int) -> None:
         """Write an argument, by its place among the tensors, padded to its length."""

@@ -1,22 +1,8 @@
 """Whether a kind of call of a patched model runs on our ops or as the model was, measured in the run itself.
 
-The first calls of a kind run on both sides in turns, and the faster side serves the later ones. A kind is: training or
-evaluation, with gradients or without, device, dtype, the names of the arguments, and their elements, but for masks, to
-a power of two. Calls with gradients are timed as whole steps, from the start of one to that of the next; others by
-themselves. Sides are only switched while no backward pass is to come, which might run the forward pass again
-(checkpoints).
-
-On a CPU, a model of transformers has only its loss on our ops where that is faster: in all of its families attention,
-rotary embeddings, norms, activations and embeddings took as long as torch's or up to 1.5 times as long there, the loss
-of a large vocabulary a third to two thirds.
-
-On a CUDA device, calls on our ops do not wait for kernels that are not compiled yet: operations run other functions
-in their place, and the later calls of the kind run as the model was, until child processes have compiled the kernels
-(runtime/compilation/background.py). Such calls are not measured. The first of them costs as much as some dozen others,
-which a short run does not gain back: a model that no process has compiled for runs as it was for a while before it.
-
-Nothing is measured with the settings `deterministic` or `race = "off"`, inside torch.compile, a trace, a capture, or
-under a mode or transform of torch: kinds that are not decided yet run on our ops then.
+The first calls of a kind run on both sides in turns, timed as whole steps where they have gradients, and the faster
+side serves the later ones. Sides are only switched while no backward pass is to come, which might run the forward pass
+again (checkpoints). On a CUDA device, calls run as the model was while child processes compile kernels.
 """
 
 from __future__ import annotations
@@ -77,31 +63,22 @@ def is_fixed() -> bool:
 
 
 class _Trial:
-    """The laps of one kind of call on both sides: as it was (0) and on our ops (1).
-
-    Attributes:
-        key: training, with gradients, device, dtype, bits of the elements of the first tensor and of all, and names.
-        ours: the decision; None before it.
-        calls: calls that ran on each side.
-        laps: (start, end, elements) on each side.
-        early: laps as it was while kernels were compiled, which may have taken longer for that.
-        elements: of the arguments of the last call.
-        settled: whether a call on our ops runs as all later ones will; before, CUDA graphs are captured.
-        rare: whether few calls run from graphs, as where lengths vary and cannot be padded.
-        replays: calls that ran from graphs.
-        kept_bytes: the most that a call on our ops kept for its backward pass on a GPU.
-        cramped: whether memory ran out in a call as it was.
-        body: whether our ops replace more than losses.
-    """
+    """The laps of one kind of call on both sides: as it was (0) and on our ops (1)."""
 
     def __init__(self, key: Any, settled: bool, body: bool) -> None:
-        self.key, self.settled, self.elements, self.body = key, settled, 0, body
-        self.ours: bool | None = None
-        self.cramped = self.rare = False
+        self.key = key  # training, with gradients, device, dtype, bits of the first tensor's elements and of all, names
+        self.ours: bool | None = None  # the decision
+        self.settled = settled  # whether a call on our ops runs as all later ones will, after captures of CUDA graphs
+        self.rare = False  # whether few calls run from graphs, as where lengths vary and cannot be padded
+        self.body = body  # whether our ops replace more than losses
+        self.cramped = False  # whether memory ran out in a call as it was
         self.calls = [0, 0]
         self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
-        self.early: list[_Lap] = []
-        self.replays, self._replayed, self._eager, self.kept_bytes = 0, False, 0, 0
+        self.early: list[_Lap] = []  # as it was while kernels were compiled: they may have taken longer for that
+        self.elements = 0  # of the arguments of the last call
+        self.replays, self._replayed, self._eager = 0, False, 0
+        self._lost, self._lost_since = 0, 0  # calls without a graph since the decision, and all replays before them
+        self.kept_bytes = 0  # the most that a call on our ops kept for its backward pass on a GPU
 
     def side(self, current: bool) -> bool:
         """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared."""
@@ -135,6 +112,17 @@ class _Trial:
         event.record()
         return event
 
+    def loses(self, replays: int) -> bool:
+        """Note a call without a graph after as many replays; return whether graphs decided that have become rare."""
+        if replays - self._lost_since > MOST_EAGER:
+            self._lost, self._lost_since = 0, replays
+        self._lost += 1
+        return bool(self.ours and self.replays) and self._lost > MOST_EAGER
+
+    def reopen(self) -> None:
+        """Let the next calls decide again."""
+        self.ours, self.settled, self.calls, self.replays, self._lost = None, True, [0, 0], 0, 0
+
     def add(self, to: list[_Lap], start: Any, elements: int) -> None:
         """Add a lap that ends now, if it is needed and the clock (see now) is still the same."""
         end = self.now()
@@ -165,7 +153,7 @@ class _Trial:
         return f"{mode}, {str(dtype).removeprefix('torch.')}, {sizes}{labels} ({device})"
 
 
-_Lap = tuple[Any, Any, int]
+_Lap = tuple[Any, Any, int]  # start, end, elements
 
 _CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
 
@@ -236,12 +224,7 @@ def _nodes(result: Any, depth: int = 2) -> set[Any]:
 
 
 class Choice:
-    """Runs each call of a patched model on the side that is faster for its kind.
-
-    Attributes:
-        forward: the model's forward on our ops, its first argument the model.
-        fixed: whether all calls run on our ops, without a measurement.
-    """
+    """Runs each call on the faster side; if `fixed`, all on our ops by `forward`, whose first argument is the model."""
 
     def __init__(self, forward: Forward, fixed: bool) -> None:
         self.forward, self.fixed = forward, fixed
@@ -397,9 +380,15 @@ class Choice:
     def _run(self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not record.ours:
             return type(model).forward(model, *args, **kwargs)
-        if record.graphs is not None:
-            return record.graphs(model, args, kwargs)
-        return self.forward(model, *args, **kwargs)
+        if record.graphs is None:
+            return self.forward(model, *args, **kwargs)
+        counts = record.report.graphs
+        replays = counts["replayed"]
+        result = record.graphs(model, args, kwargs)
+        if counts["replayed"] == replays and (trial := self._trials.get(self._last)) and trial.loses(replays):
+            trial.reopen()
+            self._agreed, self._sides = False, {each.places(each.ours) for each in self._kinds.values()}
+        return result
 
     def _timed(
         self, model: Any, record: PatchRecord, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial

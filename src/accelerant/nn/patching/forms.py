@@ -1,8 +1,7 @@
 """The registry of what patch replaces: rules by the class of a layer or the form of its forward, and the known forms.
 
-Models of transformers repeat each other: the forward of most RMSNorm classes, for example, has the same statements.
-These are a form, and a replacement serves every class whose forward has its form, whatever the model. A class that
-changed between versions, or whose method another library replaced, has another form and is left alone.
+A form is the statements that forwards of several classes of transformers share. A class that changed between versions,
+or whose method another library replaced, has another form and is left alone.
 """
 
 from __future__ import annotations
@@ -38,15 +37,9 @@ class Options:
 
 @dataclass(slots=True)
 class Replacement:
-    """The changes to a module.
+    """The changes to a module: (kind, op called from now on) for each, and what they need; None keeps what there is.
 
-    Attributes:
-        changes: (kind, op called from now on) for each change.
-        forward: the new forward; None to keep the old one.
-        loss_function: the new loss_function of a model; None to keep the old one.
-        attention: whether attention goes through transformers' interface.
-        options: settings for the module's mark.
-        notes: for the report.
+    `attention` says that it goes through transformers' interface; `options` are settings for the module's mark.
     """
 
     changes: list[tuple[str, str]]

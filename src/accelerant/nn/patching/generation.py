@@ -1,10 +1,7 @@
 """Calls of a patched model that add one token to transformers' DynamicCache, run from CUDA graphs.
 
-A room is memory for the keys and values of some rows, up to a number of tokens, and the graph of the call that adds a
-token there. A cache moves into a room with its first token after the prompt, and into a larger one when that is full:
-its keys and values are then views of the room's memory. All else that may be done with a cache (crop it, reorder it,
-keep it, run the model as it was) works as ever, since a cache whose tensors are not the room's views moves in again.
-The first call in a room is compared with that of the model without it.
+A room is memory for keys and values up to a number of tokens, and the graph of the call that adds a token there. The
+tensors of a cache that moved in are views of it: one that was cropped, reordered or kept otherwise moves in again.
 """
 
 from __future__ import annotations

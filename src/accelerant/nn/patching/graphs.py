@@ -1,11 +1,7 @@
 """Which calls of a patched model run from CUDA graphs, for loops that call the model themselves.
 
-A call in training mode has a key: shapes, dtypes and values of the arguments, and torch's settings. The first calls of
-a key run eagerly; the next one is captured (`capture.Captured`), and those that follow replay it.
-
-A graph is only correct while the model is as it was at the capture: each call compares modules, attributes, parameters,
-buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. By default
-(`automatic`) calls are captured where the device waits for the host and memory is free (choice.py compares the times).
+The first calls of a key (of shapes, dtypes, values and settings) run eagerly; the next one is captured, and those that
+follow replay it while modules, attributes, parameters and buffers are those of the capture.
 """
 
 from __future__ import annotations
@@ -468,9 +464,9 @@ class Graphs:
         kind, call, key, values = request.kind, request.call, request.key, request.values
         needed = self._needed_bytes(model, line, sum(lengths), kind)
         self._make_room()
-        if line.graphs and not any(covers(each, lengths) for each in line.graphs):
+        if not any(covers(each, lengths) for each in line.graphs):
             line.graphs.clear()  # the largest comes first: smaller ones find room in its memory
-            line.pool = capture.Pool()
+            line.pool = capture.Pool()  # the memory of one without graphs is gone
         if not line.graphs:
             self._credit -= 4
         if capture.DEVICE == "cuda" and (not line.graphs or torch.cuda.mem_get_info()[0] < 2 * needed):

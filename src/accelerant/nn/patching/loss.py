@@ -1,7 +1,7 @@
 """The forward methods of models with a loss over the vocabulary.
 
-In training, only the loss reads the logits of a language model, and they are its largest tensor. The loss is therefore
-computed from the hidden states, some rows at a time, and the logits are computed when they are read.
+In training it is computed from the hidden states, some rows at a time, and the logits, the model's largest tensor, when
+they are read.
 """
 
 from __future__ import annotations
@@ -286,11 +286,7 @@ def _training_output(kind: Any, head: Any, loss: Tensor, others: dict[str, Any],
 
 
 class _Source:
-    """The layer whose result logits are, with the autocast of the forward pass.
-
-    Attributes:
-        dtype: of the logits.
-    """
+    """The layer whose result logits of a dtype are, with the autocast of the forward pass."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.inputs = hidden, weight, bias
@@ -386,11 +382,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _LazyLogits:
-    """A model output whose logits are computed on first access to them.
-
-    Items and to_tuple() list them as a tensor that is computed by the first operation on it: walking over an output
-    (hooks of DDP and FSDP, accelerate) does not compute them.
-    """
+    """A model output whose logits are computed on first access; what walks over it (DDP) gets a LazyTensor."""
 
     def _get_logits(self) -> Tensor | None:
         logits = self.__dict__["_logits"]

@@ -1,8 +1,7 @@
 """The rules and forward methods of torch.nn's own layers, outside of transformers' models; transformers is not needed.
 
-A layer is recognized by its class, exactly: a subclass may have another forward. A container whose layers are fused
-(Sequential, TransformerEncoderLayer) looks at each of them when it runs, and calls those that have hooks, adapters or
-another class. Each forward falls back to its class's own for arguments that our op does not take.
+A layer is recognized by its class, exactly. A container whose layers are fused looks at each when it runs, and calls
+those with hooks, adapters or another class. Each forward falls back to its class's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The record of what patch did to a model: the user's report, and what unpatch needs to restore the model.
 
-A forward method is replaced on a single module: a bound method in the module's `__dict__` hides the class's. A deep
-copy of the model is patched too, each method bound to its own copy. A patched model of torch.nn's layers can be
-pickled; one with a model of transformers cannot, since some of its forwards are made at run time.
+A bound method in a module's `__dict__` hides its class's forward. Deep copies are patched, too. A patched model of
+torch.nn's layers can be pickled; one of transformers cannot: some of its forwards are made at run time.
 """
 
 from __future__ import annotations

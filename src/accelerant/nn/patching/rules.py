@@ -1,8 +1,7 @@
 """The replacement of each form of module, and the conditions for it.
 
-Modules are recognized by what they are, not by the model that they are in: a class of torch, the form of a class's
-forward (see forms), a forward that calls transformers' attention interface, or a model whose loss is one that
-our cross entropy computes.
+Modules are recognized by a class of torch, the form of a forward (see forms), a call of transformers' attention
+interface, or a loss that our cross entropy computes; not by the model that they are in.
 """
 
 from __future__ import annotations
@@ -257,9 +256,7 @@ _WHOLE_ATTENTION = ("attention_llama", "attention_qk_norm", "attention_gpt2", "a
 def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole: str = "") -> Rule:
     """Return the rule of a layer that adds to the residual stream before its module `norm`.
 
-    Args:
-        after: modules that are called on the results of attention and of the MLP before they are added.
-        whole: name of the attention module; where its form is known, the layer can be one autograd function.
+    `after` are called on what is added; where the attention `whole` has a known form, the layer can be one function.
     """
 
     def plan(module: Any, options: Options) -> Replacement | str:
