@@ -117,13 +117,11 @@ def test_four_bits(tmp_path, folder, generate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--int8"]])
-def test_two_processes_answer_as_one(folder, tmp_path, more):
-    command = [sys.executable, "-m", "accelerant", "generate", str(folder), "some words", "--device", "cpu", "--json"]
-    command += ["--temperature", "0", "--tokens", "12", *more]
-    one, two = (
-        json.loads(subprocess.run([*command, *each], capture_output=True, text=True, check=True, timeout=300).stdout)
-        for each in ([], ["--gpus", "2"])
-    )
+def test_two_processes_answer_as_one(folder, generate, more):
+    options = (folder, "some words", "--device", "cpu", "--json", "--temperature", 0, "--tokens", 12, *more)
+    one = json.loads(generate(*options)[1])
+    command = [sys.executable, "-m", "accelerant", "generate", *map(str, options), "--gpus", "2"]
+    two = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
     assert two["text"] == one["text"]
     assert two["tokens"] == 12
 

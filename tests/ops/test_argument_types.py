@@ -258,6 +258,7 @@ HEADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "float"])
 @pytest.mark.parametrize(("q", "kv"), HEADS)
