@@ -9,8 +9,8 @@ import torch
 
 from accelerant import Accelerator, AcceleratorConfig, ops, zk
 from accelerant.accelerator import methods
+from accelerant.accelerator.batch import split_along_rows
 from accelerant.accelerator.methods import METHODS, metas_of, scratch_of, sizes_of
-from accelerant.accelerator.split import split_along_rows
 from accelerant.algebra.msm.device_plan import device_plan
 from accelerant.errors import OutOfMemory
 from accelerant.runtime import registry

@@ -11,8 +11,8 @@ import torch
 
 from accelerant import Accelerator, AcceleratorConfig, ledger, zk
 from accelerant.accelerator import facade
+from accelerant.accelerator.batch import devices_worth_using, run_on_devices, split_along_rows, work_s
 from accelerant.accelerator.methods import METHODS
-from accelerant.accelerator.split import devices_worth_using, run_on_devices, split_along_rows, work_s
 from accelerant.config import settings
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.runtime import registry

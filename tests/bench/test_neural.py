@@ -15,7 +15,7 @@ from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import neural, neural_cases
 from accelerant.bench.suites.neural import NeuralSuite
 from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
-from accelerant.bench.suites.precompile import groups_of, precompile
+from accelerant.bench.suites.runtime import groups_of, precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, SampleInput

@@ -108,7 +108,7 @@ def test_texts_choose_cases_and_the_rows_of_a_baseline(cpu):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_after_caches_are_filled_in_processes(cpu, tiny, tmp_path, capsys, monkeypatch):
-    from accelerant.bench.suites import precompile
+    from accelerant.bench.suites import runtime
 
     groups = []
 
@@ -116,7 +116,7 @@ def test_a_run_is_resumed_after_caches_are_filled_in_processes(cpu, tiny, tmp_pa
         groups.extend(tasks)
         return "1 of 2 groups of cases were not precompiled"
 
-    monkeypatch.setattr(precompile, "precompile", fill)
+    monkeypatch.setattr(runtime, "precompile", fill)
     command = ["--device", "cpu", "--budget-seconds", "0", "--json", "--out", str(tmp_path), "--workers", "2"]
     kept = []
     for more in (["--op", "gelu"], ["--op", "gelu", "--op", "attention", "--resume"]):

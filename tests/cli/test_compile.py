@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accelerant
-from accelerant.cli.compile import TEMPLATES
+from accelerant.cli.cache import TEMPLATES
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.inspect import LIMITS, inspect_cuda, known_targets, occupancy, read_messages

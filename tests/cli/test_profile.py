@@ -10,7 +10,7 @@ import time
 import pytest
 
 import commands
-from accelerant.cli import profile as profile_module
+from accelerant.cli import tune as profile_module
 
 SCRIPT = """
 import sys, torch, accelerant as acl

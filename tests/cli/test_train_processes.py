@@ -22,7 +22,7 @@ from accelerant.cli.train import _Processes, _restarted
 from accelerant.errors import ConfigError
 from accelerant.nn.train.checkpoint import Checkpoints, save_checkpoint
 from accelerant.nn.train.config import PRESETS
-from accelerant.nn.train.folder import RunFolder
+from accelerant.nn.train.history import RunFolder
 from accelerant.privacy import dp
 from accelerant.runtime.processes import OWN_LAUNCH, attempt, launch_id
 

@@ -16,8 +16,8 @@ from accelerant.service import AsyncClient
 from accelerant.service.app import _Server, create_app
 from accelerant.service.errors import Draining
 from accelerant.service.guard import guarded_protocol
-from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
+from accelerant.service.jobs.wire import JobState
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from accelerant.errors import RangeError, TimeLimitExceeded
 from accelerant.service.app import create_app
 from accelerant.service.errors import DeadlineExceeded, StoreUnavailable, WorkerLost, refusal_of
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.model import JobState
+from accelerant.service.jobs.wire import JobState
 
 pytestmark = pytest.mark.slow
 

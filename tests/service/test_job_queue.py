@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from accelerant.errors import FormatError, UnsupportedDtype
 from accelerant.service.errors import QueueFull
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.model import JobRequest, merge_kind
 from accelerant.service.jobs.queue import Call, CallQueue, launches_of
+from accelerant.service.jobs.wire import JobRequest, merge_kind
 
 
 def call(

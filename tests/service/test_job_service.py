@@ -26,10 +26,10 @@ from accelerant.service.errors import (
     ServiceError,
     WorkerLost,
 )
-from accelerant.service.jobs.model import JobRequest, JobState
+from accelerant.service.jobs.queue import WorkerProcess
 from accelerant.service.jobs.service import JobService
+from accelerant.service.jobs.wire import JobRequest, JobState
 from accelerant.service.jobs.worker import Worker
-from accelerant.service.jobs.workers import WorkerProcess
 from accelerant.service.settings import ServiceSettings
 
 X = np.arange(100, 1124, dtype=np.uint64)
@@ -248,8 +248,8 @@ async def test_cancel(running):
 
 @pytest.mark.slow
 async def test_deadlines(running, monkeypatch):
-    monkeypatch.setattr("accelerant.service.jobs.workers._GRACE_S", 1.0)
-    monkeypatch.setattr("accelerant.service.jobs.workers._STUCK_S", 0.5)
+    monkeypatch.setattr("accelerant.service.jobs.queue._GRACE_S", 1.0)
+    monkeypatch.setattr("accelerant.service.jobs.queue._STUCK_S", 0.5)
 
     async with running() as service:
         job = await ended(service, await service.submit(request("work", steps=500, seconds=50, deadline_s=1.0)))

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from accelerant.errors import ConfigError
 from accelerant.service.errors import JobNotFound, QueueFull
 from accelerant.service.jobs import store as module
-from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.store import JobStore
+from accelerant.service.jobs.wire import JobState
 
 OPERATIONS = ("work", "train")
 

@@ -10,8 +10,7 @@
     batch.py     many small calls in one launch
 """
 
-from accelerant.accelerator.batch import Batch, PendingCall
+from accelerant.accelerator.batch import Batch, PendingCall, devices_worth_using
 from accelerant.accelerator.facade import Accelerator, AcceleratorConfig
-from accelerant.accelerator.split import devices_worth_using
 
 __all__ = ["Accelerator", "AcceleratorConfig", "Batch", "PendingCall", "devices_worth_using"]

@@ -23,10 +23,20 @@ import torch
 
 from accelerant import errors
 from accelerant.accelerator import methods
-from accelerant.accelerator.batch import Batch
-from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
-from accelerant.accelerator.methods import METHODS, ArrayOrigin, Results, Tensors, scratch_of, tensors_of, to_tensors
-from accelerant.accelerator.split import Split, devices_worth_using, run_on_devices, split_along_rows, work_s
+from accelerant.accelerator.batch import Batch, Split, devices_worth_using, run_on_devices, split_along_rows, work_s
+from accelerant.accelerator.methods import (
+    METHODS,
+    ArrayOrigin,
+    OpBenchmark,
+    Results,
+    Tensors,
+    named_call,
+    sample_ms,
+    scratch_of,
+    tensors_of,
+    time_implementations,
+    to_tensors,
+)
 from accelerant.algebra.field.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
 from accelerant.errors import ConfigError, OutOfMemory, UnsupportedCase

@@ -16,7 +16,7 @@ from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import check_names
 from accelerant.bench.suites import neural
 from accelerant.bench.suites.neural_cases import benchmarks_of, leaves_of, odd_benchmarks_of, plan
-from accelerant.bench.suites.precompile import groups_of, precompile
+from accelerant.bench.suites.runtime import groups_of, precompile
 from accelerant.config import override
 from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.ops.registry import public_op

@@ -38,7 +38,16 @@ _PANELS = {
 COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names}
 """Command or group of commands -> its panel on the page of help."""
 
-_MODULES = {"serve": "service", "keys": "service", "jobs": "service", "top": "devices", "sample": "generate"}
+_MODULES = {
+    "serve": "service",
+    "keys": "service",
+    "jobs": "service",
+    "top": "devices",
+    "sample": "generate",
+    "profile": "tune",
+    "data": "runs",
+    "compile": "cache",
+}
 """Command -> its module, where that has another name; a module has the command as the attribute of this name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

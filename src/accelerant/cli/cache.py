@@ -1,25 +1,273 @@
-"""`accelerant cache`: the compiled kernels on disk."""
+"""`accelerant cache` and `compile`: the compiled kernels on disk; a kernel's resources on each architecture."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from accelerant.cli.help import Group, JsonOutput
+from accelerant.cli.help import Group, JsonOutput, examples
 from accelerant.cli.terminal import ProgressLine, print_table, span_text
-from accelerant.errors import AccelerantError, ConfigError
+from accelerant.errors import AccelerantError, CompileError, ConfigError, MissingFile
+from accelerant.runtime.compilation.kernel import CompileOptions
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from accelerant.runtime.compilation.cache import CacheEntry
+    from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
     from accelerant.runtime.compilation.kernel import KernelSource
     from accelerant.runtime.provider import ComputeProvider
+
+_Failed: TypeAlias = "dict[str, tuple[str, list[CompilerMessage]]]"
+"""Architecture -> the compiler's log, and its errors."""
+
+_MOST_BYTES = 1 << 26  # of a source file
+
+TEMPLATES = ("matmul", "relu", "attention")  # example kernels in the folder templates
+
+_EXAMPLES = """\
+accelerant compile --template matmul --out mine.cu
+accelerant compile mine.cu
+accelerant compile mine.cu --arch sm_90a --block 128 --json
+accelerant compile mine.cu --fast-math -D WIDTH=8 -I include --entry 'scale<float, 4>'
+accelerant compile mine.cu --arch sm_80 --ptx"""
+
+
+def _code(text: str, *names: str, metavar: str | None = None) -> Any:
+    """Return an option of the group "Code"; without names, those that typer makes of the parameter's."""
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel="Code")
+
+
+@examples(_EXAMPLES)
+@dataclass(frozen=True, kw_only=True)
+class CompileCommand:
+    """Compile a CUDA file and show its entry points: registers, spills, shared memory, occupancy.
+
+    Occupancy is for the threads of __launch_bounds__, of --block, or 256. Exit status 1 if it does not compile.
+    """
+
+    file: Annotated[Path | None, typer.Argument(metavar="FILE.cu", help="CUDA C++, or C in the portable dialect.")] = (
+        None
+    )
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="sm_90, sm_90a, ..., or gfx90a, ... (portable C); may be repeated. all: every sm_ of our ops."
+        ),
+    ] = None
+    block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None
+    shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0
+    include: Annotated[
+        list[Path] | None, typer.Option("--include", "-I", help="A folder with headers; may be repeated.")
+    ] = None
+    entry: Annotated[
+        list[str] | None, typer.Option(help="A template to instantiate, like 'scale<float, 4>'; may be repeated.")
+    ] = None
+    optimize: Annotated[int | None, _code("Level of the assembler, 0 to 3.", "--optimize", "-O")] = None
+    fast_math: Annotated[bool, _code("Faster, less precise arithmetic in float32.", "--fast-math")] = False
+    ftz: Annotated[bool | None, _code("Flush subnormal numbers to zero.")] = None
+    prec_div: Annotated[bool | None, _code("Correctly rounded division.")] = None
+    prec_sqrt: Annotated[bool | None, _code("Correctly rounded square root.")] = None
+    fmad: Annotated[bool | None, _code("Contract a * b + c to one operation.")] = None
+    define: Annotated[list[str] | None, _code("A macro; may be repeated.", "--define", "-D", metavar="NAME=VALUE")] = (
+        None
+    )
+    nvrtc: Annotated[list[str] | None, _code("Any option of NVRTC; may be repeated.", metavar="OPTION")] = None
+    ptxas: Annotated[list[str] | None, _code("Any option of ptxas; may be repeated.", metavar="OPTION")] = None
+    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
+    template: Annotated[str | None, typer.Option(help=f"Print an example kernel: {', '.join(TEMPLATES)}.")] = None
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the template there; stdout by default.")] = (
+        None
+    )
+
+    def run(self) -> None:
+        """Check the options, then compile for each architecture and print what was found."""
+        if self.template is not None:
+            _write_template(self.template, self.file, self.out)
+            return
+        if self.file is None:
+            raise ConfigError("name a file to compile, or --template matmul, relu or attention")
+        if self.out is not None:
+            raise ConfigError("--out goes with --template")
+        if self.block is not None and not 1 <= self.block <= 1024:
+            raise ConfigError(f"--block must be 1 to 1024 threads, got {self.block}")
+        if self.shared < 0:
+            raise ConfigError(f"--shared must be at least 0 bytes, got {self.shared}")
+        text = _read(self.file)
+        for folder in self.include or ():
+            if not folder.is_dir():
+                raise MissingFile(f"--include {folder}: no such folder")
+        names = self.arch or ["all"]
+        known = known_targets_of([each for each in names if not each.startswith("gfx")])
+        targets = [*known, *(each for each in dict.fromkeys(names) if each.startswith("gfx"))]
+        done, failed = self._compiled(self.file, text, targets)
+        if self.json_output:
+            print(json.dumps(_to_dict(str(self.file), targets, done, failed, self.ptx), indent=1))
+        else:
+            _print_messages(str(self.file), targets, done, failed)
+            if self.ptx:
+                for inspection in done:
+                    print(inspection.ptx.strip())
+            elif done:
+                titles = ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy")
+                rows = [(one.target, entry.name, *_cells(entry, self.shared)) for one in done for entry in one.entries]
+                print_table(("arch", "entry point", *titles, "limited by"), rows, right=titles)
+        if failed:
+            raise typer.Exit(1)
+
+    def _compiled(self, file: Path, text: str, targets: Sequence[str]) -> tuple[list[Inspection], _Failed]:
+        from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_amd, inspect_cuda, read_messages
+
+        macros = (macro.partition("=") for macro in self.define or ())
+        options = CompileOptions(
+            optimize=self.optimize, fast_math=self.fast_math, ftz=self.ftz, prec_div=self.prec_div,
+            prec_sqrt=self.prec_sqrt, fmad=self.fmad, include=self.include or (), nvrtc=self.nvrtc or (),
+            ptxas=self.ptxas or (), defines=tuple((name, value if eq else "1") for name, eq, value in macros),
+        )  # fmt: skip
+        about: dict[str, Any] = {"name": str(file), "include": [file.resolve().parent], "options": options}
+        done: list[Inspection] = []
+        failed: _Failed = {}
+        for target in targets:
+            try:
+                done.append(
+                    inspect_amd(text, target, **about)
+                    if target.startswith("gfx")
+                    else inspect_cuda(
+                        text, target, **about, entries=self.entry or (), block=self.block,
+                        dynamic_shared_bytes=self.shared,
+                    )
+                )  # fmt: skip
+            except CompileError as error:
+                errors = [one for one in read_messages(error.log, str(file)) if one.severity == "error"]
+                errors = errors or [CompilerMessage("error", str(file), None, error.log or str(error))]
+                failed[target] = error.log, errors
+        return done, failed
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:  # /dev/zero has no end
+            raise ConfigError(f"{file} has more than {_MOST_BYTES >> 20} MiB")
+        return content.decode()
+    except FileNotFoundError:
+        raise MissingFile(f"no file {file}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+
+
+def known_targets_of(names: list[str]) -> list[str]:
+    """Return the named architectures; ConfigError for one that the compiler does not know."""
+    from accelerant.runtime.compilation.inspect import known_targets
+    from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+
+    known = known_targets() if names else ()
+    targets: list[str] = []
+    for name in names:
+        plain, suffix = (name[:-1], name[-1]) if name[-1:] in ("a", "f") else (name, "")
+        least = {"": 0, "a": 90, "f": 100}[suffix]  # variants with special instructions exist from there on
+        if name == "all":
+            targets += [target for target in CUDA_TARGETS if target in known]
+        elif plain in known and int(plain.removeprefix("sm_")) >= least:
+            targets.append(name)
+        else:
+            raise ConfigError(
+                f"--arch: unknown architecture {name!r}; known are all, {', '.join(known)}, "
+                "and with the suffix a from sm_90 on, f from sm_100 on"
+            )
+    return list(dict.fromkeys(targets))
+
+
+def _write_template(name: str, file: Path | None, out: Path | None) -> None:
+    if file is not None:
+        raise ConfigError(f"--template takes no file to compile, got {file}")
+    if name not in TEMPLATES:
+        raise ConfigError(f"--template: unknown template {name!r}; known are {', '.join(TEMPLATES)}")
+    text = (Path(__file__).parents[1] / "templates" / f"{name}.cu").read_text(encoding="utf-8")
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out {out}: the file exists already") from None
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    print(f"wrote {out}; next:  accelerant compile {out}", file=sys.stderr)
+
+
+def _print_messages(file: str, targets: list[str], done: list[Inspection], failed: _Failed) -> None:
+    """Print each message once, with its architectures unless it concerns all."""
+    targets_of: dict[CompilerMessage, list[str]] = {}
+    by_target: list[tuple[str, Sequence[CompilerMessage]]] = [(one.target, one.warnings) for one in done]
+    by_target += [(target, messages) for target, (_, messages) in failed.items()]
+    for target, messages in by_target:
+        for message in messages:
+            targets_of.setdefault(message, []).append(target)
+    for message, concerned in targets_of.items():
+        scope = "" if len(concerned) == len(targets) else f"for {', '.join(concerned)}: "
+        print("\n".join(escaped(line.expandtabs()) for line in f"{scope}{message}".splitlines()), file=sys.stderr)
+    if done and not done[0].entries:
+        print(
+            f"{escaped(file)}: no entry point: nothing is marked __global__, or no template is instantiated "
+            "(--entry 'NAME<float>')",
+            file=sys.stderr,
+        )
+
+
+def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str | Text, ...]:
+    from rich.text import Text
+
+    def shown(number: int | None) -> str:
+        return "-" if number is None else str(number)
+
+    used, occupancy = entry.resources, entry.occupancy
+    spills = Text(shown(used.spill_bytes), style="red" if used.spill_bytes else "")
+    shared = "-" if used.shared_bytes is None else str(used.shared_bytes + dynamic_bytes)
+    cells = (shown(used.registers), spills, shown(used.stack_bytes), shared)
+    if occupancy is None:
+        return *cells, "-", "-", "-", "its limits are not known"
+    return *cells, str(occupancy.threads), str(occupancy.blocks), f"{occupancy.percent:.0f} %", occupancy.limited_by
+
+
+def _to_dict(file: str, targets: list[str], done: list[Inspection], failed: _Failed, ptx: bool) -> dict[str, Any]:
+    from accelerant.runtime.compilation.inspect import amd_compiler, nvrtc_version
+
+    rows: list[dict[str, Any]] = [
+        {
+            "target": inspection.target,
+            "compiled": True,
+            "compile_ms": inspection.compile_ms,
+            "entries": [entry.to_dict() for entry in inspection.entries],
+            "messages": [asdict(message) for message in inspection.warnings],
+            **({"ptx": inspection.ptx} if ptx else {}),
+        }
+        for inspection in done
+    ]
+    rows += [
+        {"target": target, "compiled": False, "messages": [asdict(message) for message in messages], "log": log}
+        for target, (log, messages) in failed.items()
+    ]
+    rows.sort(key=lambda row: targets.index(row["target"]))
+    compiler = amd_compiler() if all(target.startswith("gfx") for target in targets) else nvrtc_version()
+    return {"file": file, "compiler": compiler, "targets": rows}
+
+
+compile = CompileCommand
+
 
 _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names of kernels; * matches any text.")]
 _Named = TypeVar("_Named", "CacheEntry", "Shipped")

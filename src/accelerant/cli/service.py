@@ -20,7 +20,7 @@ from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.service.client import Client
-    from accelerant.service.jobs.model import Job
+    from accelerant.service.jobs.wire import Job
     from accelerant.service.keys import KeyStore
 
 _EXAMPLES = """\

@@ -273,7 +273,7 @@ class TrainCommand:
         )
 
     def _extension(self, folder: Path, given: dict[str, Any]) -> Extension:
-        from accelerant.nn.train.folder import RunFolder
+        from accelerant.nn.train.history import RunFolder
         from accelerant.privacy.dp.ledger import PrivacyLedger
         from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
@@ -294,7 +294,7 @@ class TrainCommand:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
 
         from accelerant.cli.train_view import SilentView, make_view
-        from accelerant.nn.train.folder import RunFolder
+        from accelerant.nn.train.history import RunFolder
         from accelerant.nn.train.job import resume_training, run_training
         from accelerant.runtime.compilation.cache import watch_compilation
         from accelerant.runtime.processes import Processes
@@ -349,7 +349,7 @@ _OF_RUN = (
 def _resumable(out: Path) -> Iterator[None]:
     """Add the command that continues the run of a folder to the error of a time limit."""
     from accelerant.nn.train.checkpoint import Checkpoints
-    from accelerant.nn.train.folder import RunFolder
+    from accelerant.nn.train.history import RunFolder
 
     try:
         yield
@@ -365,7 +365,7 @@ def _flag(name: str) -> str:
 
 def _resumed(folder: Path) -> Extension | None:
     """Return the extension of an existing run; None if it is not private."""
-    from accelerant.nn.train.folder import RunFolder
+    from accelerant.nn.train.history import RunFolder
 
     config = RunFolder(folder).read_config()
     if "private" not in config:
@@ -405,7 +405,7 @@ class _Processes:
                 )
             return
         from accelerant.nn.train.checkpoint import Checkpoints
-        from accelerant.nn.train.folder import RunFolder
+        from accelerant.nn.train.history import RunFolder
 
         gpus = self.gpus
         if gpus is None and extended is not None and (extended or not RunFolder(out).finished):
@@ -463,7 +463,7 @@ _RESTARTS = 3
 def _restarted(out: Path, run: RunConfig) -> bool:
     """Return whether a launcher started the processes again, and the folder has what they wrote of this very run."""
     from accelerant.nn.train.checkpoint import Checkpoints
-    from accelerant.nn.train.folder import RunFolder
+    from accelerant.nn.train.history import RunFolder
     from accelerant.runtime.processes import attempt, launch_id
 
     folder = RunFolder(out)

@@ -36,8 +36,8 @@ from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused, refusal_of
 from accelerant.service.guard import Guard, body_of, guarded_protocol, reserve_of
 from accelerant.service.infer import Answer, Inference, answer_format, operation_named, written
-from accelerant.service.jobs.model import JobState
 from accelerant.service.jobs.service import JobService
+from accelerant.service.jobs.wire import JobState
 from accelerant.service.keys import Key, KeyStore
 from accelerant.service.served_models import routes as served_models
 from accelerant.service.served_models.process import ServedModels

@@ -42,7 +42,7 @@ from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, MissingDependency, TimeLimitExceeded, UnsupportedDtype
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.errors import Cancelled, JobFailed, Refused, error_named
-from accelerant.service.jobs.model import Job, JobState
+from accelerant.service.jobs.wire import Job, JobState
 
 try:
     import httpx

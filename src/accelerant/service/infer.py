@@ -36,8 +36,8 @@ from accelerant.service.bodies import (
 )
 from accelerant.service.errors import Refused
 from accelerant.service.guard import authorize, read_body
-from accelerant.service.jobs.model import JobRequest, merge_kind
 from accelerant.service.jobs.service import JobService
+from accelerant.service.jobs.wire import JobRequest, merge_kind
 from accelerant.service.operations import OpSpec, Parameters
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import RequestRecord

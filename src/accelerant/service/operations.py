@@ -681,7 +681,7 @@ def _trained(inputs: Arrays, parameters: TrainParameters, context: Context) -> R
     import torch
 
     from accelerant.nn.train import preset, resume_training, run_training
-    from accelerant.nn.train.folder import RunFolder
+    from accelerant.nn.train.history import RunFolder
 
     changes = parameters.model_dump(include={"steps", "learning_rate", "seed"}, exclude_none=True)
     changes["checkpoint_every_s"] = _CHECKPOINT_S

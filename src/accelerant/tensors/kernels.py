@@ -18,7 +18,7 @@ import torch
 
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.provider import Buffer, ComputeProvider
-from accelerant.tensors import creation, indexing, neural  # noqa: F401  with table.py, the table's operations
+from accelerant.tensors import creation, neural  # noqa: F401  with table.py, the table's operations
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice, expanded, merged, span
 
 LANES = 64

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.folder import RunFolder, RunLock
+from accelerant.nn.train.history import RunFolder, RunLock
 
 
 @pytest.fixture(params=["flock", "file"])

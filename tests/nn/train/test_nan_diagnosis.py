@@ -127,7 +127,7 @@ class Large(nn.Module):
 @pytest.fixture
 def late(monkeypatch):
     """No look before the update: the parameters are no numbers any more when the loss is read."""
-    monkeypatch.setattr("accelerant.nn.train.nan_diagnosis._CHECKED", ())
+    monkeypatch.setattr("accelerant.nn.train.callbacks._CHECKED", ())
 
 
 def broken(kind, folder, every=5, **changes):
@@ -148,7 +148,7 @@ def test_the_steps_since_the_checkpoint_are_done_again(late, tmp_path, monkeypat
     assert re.search(
         r"first not finite: the output of 0 \(Large\); the last good checkpoint, of step 10, is kept", text
     )
-    monkeypatch.setattr("accelerant.nn.train.nan_diagnosis._CHECKED", ("cpu",))
+    monkeypatch.setattr("accelerant.nn.train.callbacks._CHECKED", ("cpu",))
     _, looked = broken(kind, tmp_path / "looked")
     for a, b in zip(net.parameters(), looked.parameters(), strict=True):
         assert torch.equal(a, b)  # those before the step, by both ways
@@ -162,7 +162,7 @@ def test_without_a_checkpoint_it_begins_with_the_first_parameters(late, tmp_path
 
 
 def test_what_is_too_far_back_is_not_done_again(late, tmp_path, monkeypatch):
-    monkeypatch.setattr("accelerant.nn.train.nan_diagnosis._MAX_REPEATED_STEPS", 2)
+    monkeypatch.setattr("accelerant.nn.train.callbacks._MAX_REPEATED_STEPS", 2)
     text, _ = broken("tensors", tmp_path)
     assert "not diagnosed: the last saved state is 3 steps back; the last good checkpoint, of step 10" in text
 

@@ -3,8 +3,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from accelerant.nn.train.history import StepRecord
-from accelerant.nn.train.report import build_report
+from accelerant.nn.train.history import StepRecord, build_report
 from accelerant.runtime.html_page import Line, Reference, document, line_chart, smoothed, ticks
 
 EVIL = "<script>alert('x')</script>&\""

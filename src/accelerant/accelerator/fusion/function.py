@@ -17,10 +17,28 @@ from torch.compiler import is_dynamo_compiling
 from accelerant.accelerator.fusion import recorder
 from accelerant.accelerator.fusion.code import C_TYPES, portable_source, triton_kernel
 from accelerant.accelerator.fusion.functions import NAMES
-from accelerant.accelerator.fusion.graph import OPERATIONS, REDUCTIONS, FusedProgram, Input, Output, gradient_of
-from accelerant.accelerator.fusion.host import launch_of, quick_call, serves_quick
-from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
-from accelerant.accelerator.fusion.recorder import DTYPES, ArrayView, Domain, Recording, Viewed, view_of
+from accelerant.accelerator.fusion.graph import (
+    OPERATIONS,
+    REDUCTIONS,
+    FusedProgram,
+    Input,
+    Output,
+    Reads,
+    gradient_of,
+    reads_of,
+    unchanged,
+)
+from accelerant.accelerator.fusion.recorder import (
+    DTYPES,
+    ArrayView,
+    Domain,
+    Recording,
+    Viewed,
+    launch_of,
+    quick_call,
+    serves_quick,
+    view_of,
+)
 from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
 from accelerant.config import choice_overrides
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype

@@ -48,7 +48,7 @@ from accelerant.bench.suites.neural_cases import (
     sweep_sizes,
     work_of,
 )
-from accelerant.bench.suites.precompile import Task, compile_first, compiling, groups_of, own_kernels
+from accelerant.bench.suites.runtime import Task, compile_first, compiling, groups_of, own_kernels
 from accelerant.bench.timer import first_ms, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory

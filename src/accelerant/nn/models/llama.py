@@ -50,7 +50,7 @@ from accelerant.ops.rope.op import Llama3Scaling, rope_tables
 from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:
-    from accelerant.nn.serving.cache import PagedBatch, PagedCache
+    from accelerant.nn.serving.scheduler import PagedBatch, PagedCache
 
 
 @understood_arguments(

@@ -28,9 +28,8 @@ from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeErr
 from accelerant.nn.layers import modes_kept
 from accelerant.nn.models.language_model import LanguageModel, Sampling
 from accelerant.nn.serving import scheduler
-from accelerant.nn.serving.cache import BlockPool, PagedCache
 from accelerant.nn.serving.sampling import Drawn, draw_tokens, score_tokens, uniform
-from accelerant.nn.serving.scheduler import Row, Scheduler, StepShape
+from accelerant.nn.serving.scheduler import BlockPool, PagedCache, Row, Scheduler, StepShape
 from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger

@@ -27,7 +27,7 @@ import numpy as np
 from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.nn.train.config import STDLIB, Paths, RunConfig, TrainConfig, paths_of
 from accelerant.nn.train.data import permutation, require_windows
-from accelerant.nn.train.folder import RunFolder
+from accelerant.nn.train.history import RunFolder
 from accelerant.nn.train.tokens import (
     BYTES,
     BPETokenizer,

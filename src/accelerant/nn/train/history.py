@@ -1,31 +1,50 @@
-"""Measurements of a training: a record a step with its device time, the metrics file, profiles, the history of a run.
+"""The measurements of a training and what it leaves: records of steps, metrics file, profiles, report, folder.
 
-Losses on a GPU are read back for many steps together: reading each at its step would make the host wait for the
-device.
+Losses on a GPU are read back for many steps together, since reading each at its step would make the host wait for the
+device. One run at a time writes to a folder: the kernel holds its lock (flock) and releases it with the process; where
+fcntl is missing, the lock is a file that names its process, and that of a dead process is replaced.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from accelerant.errors import FormatError
+from accelerant.errors import ConfigError, FormatError, MissingFile
+from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.objective import Evaluation
 from accelerant.runtime.files import decode_json, open_regular, read_regular, typed, write_atomic
 from accelerant.runtime.host import read_meminfo
-from accelerant.runtime.html_page import table
+from accelerant.runtime.html_page import (
+    Line,
+    Reference,
+    card,
+    document,
+    facts,
+    line_chart,
+    short_number,
+    smoothed,
+    table,
+)
+from accelerant.runtime.ledger import row_cells, sections
 from accelerant.runtime.memory.limits import size_text
+
+if TYPE_CHECKING:
+    from accelerant.nn.train.callbacks import ReportChart
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,3 +406,433 @@ class History:
             sizes = size_text(self.expected_peak_bytes), size_text(self.predicted_peak_bytes)
             predicted = "{} predicted ({} for a step)".format(*sizes)
         return [*rows, ("peak memory", f"{size_text(self.peak_memory_bytes)}, {predicted}")]
+
+
+_MOST_DOTS = 40  # on a curve
+_ROWS_SHOWN = 16  # of the ledger; a sample adds many cases of few calls each
+
+_STYLE = """
+.reference { stroke: var(--soft); stroke-dasharray: 4 4; opacity: .7; } svg .level { font-size: 11px; }
+.line.each { stroke: var(--one-soft); stroke-width: 1; } .line.mean { stroke: var(--one); }
+.line.held { stroke: var(--two); } .line.speed { stroke: var(--three); }
+.dot.each, .dot.mean { fill: var(--one); } .dot.held { fill: var(--two); } .dot.speed { fill: var(--three); }
+i.each { background: var(--one-soft); } i.mean { background: var(--one); } i.held { background: var(--two); }
+i.speed { background: var(--three); } .line.more { stroke: var(--four); } .dot.more { fill: var(--four); }
+i.more { background: var(--four); }
+h3 { font-size: 14px; margin: 18px 0 4px; }
+table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; } .wrap { overflow-wrap: anywhere; }
+.number, .word { white-space: nowrap; }
+td.case { font-family: ui-monospace, monospace; font-size: 12px; color: var(--soft); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+summary { color: var(--soft); cursor: pointer; padding: 8px 0 0; font-size: 13.5px; }
+.empty { color: var(--soft); }
+"""
+
+
+def build_report(
+    *, summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord], ledger: Mapping[str, Any],
+    sample: str, curves: Sequence[ReportChart] = (), remarks: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """Return the page of summary.json, config.json and Ledger.to_dict() as HTML; `remarks` explain the figures."""
+    preset, source, device = (
+        str(value) for value in (summary["preset"], config["corpus"]["source"], summary["device"])
+    )
+    count = summary["parameters"]
+    size = f"{count:,}" if count < 1e5 else f"{count / 1e6:.1f} million"
+    lead = f"{size} parameters, trained on {escape(source)}, on {escape(device)}"
+    versions = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
+    charts = [_loss_card(summary, config, records)]
+    for curve in curves:
+        line = Line(curve.label, curve.points, "more", dots=len(curve.points) <= _MOST_DOTS)
+        charts.append(_chart_card(curve.title, line, curve.y_label))
+    speeds = [(float(record.step), record.tokens_per_s or 0.0) for record in records]
+    charts.append(_chart_card("Throughput", Line("tokens a second", speeds, "speed"), "tokens a second"))
+    body = [
+        f"<h1>Training report: {escape(preset)}</h1>",
+        f'<p class="lead">{lead}</p>',
+        _facts(summary),
+        *[f'<p class="card">{escape(text)}</p>' for text in remarks],
+        f'<div class="row">{"".join(charts)}</div>',
+        _ledger_card(ledger),
+        card("What the model writes", f"<pre>{escape(sample)}</pre>"),
+        f'<div class="row">{_table_card("Settings", _settings(config))}{_table_card("Data", _data(config))}</div>',
+        f"<footer>{escape(versions)}</footer>",
+    ]
+    return document(f"Training report: {preset}", _STYLE, body)
+
+
+def _facts(summary: Mapping[str, Any]) -> str:
+    speed, predicted = summary["tokens_per_s"], summary.get("expected_peak_bytes")
+    tokens, steps = summary["tokens"], summary["steps"]
+    memory = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
+    together = f", of {count} processes" if (count := summary.get("processes", 1)) > 1 else ""
+    if predicted is not None:
+        memory += f"; {size_text(predicted)} predicted"
+    items = [
+        ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
+        ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
+        ("Throughput", "not recorded" if speed is None else f"{speed:,.0f}", f"tokens a second, median{together}"),
+        ("Learned from", f"{tokens / 1e6:,.2f} M" if tokens >= 1e6 else f"{tokens:,}", f"tokens in {steps:,} steps"),
+        ("Peak memory", size_text(summary["peak_memory_bytes"]), memory),
+        ("Time", f"{summary['seconds']:,.0f} s", "in all"),
+    ]
+    if restarts := summary.get("restarts"):
+        items.append(("Restarts", f"{restarts}", "from the last checkpoint: a process had died"))
+    if summary.get("loss_scale"):
+        items.append(("Loss scale", *summary["loss_scale"].split(", ", 1)))
+    return facts(items)
+
+
+def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord]) -> str:
+    losses = [(float(record.step), record.loss) for record in records]
+    held = [(float(r.step), r.validation_loss) for r in records if r.validation_loss is not None]
+    held.append((float(summary["steps"]), summary["validation_loss"]))
+    lines = [
+        Line("training, each step", losses, "each"),
+        Line("training, mean", smoothed(losses, max(1, len(losses) // 40)), "mean"),
+        Line("held out", held, "held", dots=True),
+    ]
+    references = []
+    if config["run"]["recipe"]["tokenizer"] == "bytes":  # the n-gram models count bytes
+        references = [Reference(name, summary[f"{name}_nats_per_byte"]) for name in ("unigram", "bigram")]
+    return card("Loss", line_chart(lines, x_label="step", y_label="nats a token", references=references))
+
+
+def _chart_card(title: str, line: Line, y_label: str) -> str:
+    return card(title, line_chart([line], x_label="step", y_label=y_label, zero=True))
+
+
+def _ledger_card(ledger: Mapping[str, Any]) -> str:
+    if not ledger.get("ops"):
+        return card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
+    numbers = ("calls", "ms, median", "total ms", "%", "bytes", "flops")
+    names = ("op", "implementation", "device", "case", *numbers, "not chosen")
+
+    def tabulated(part: Sequence[Mapping[str, Any]], rest: Sequence[tuple[str, str]] = ()) -> str:
+        return table(names, [*map(_ledger_cells, part), *filter(None, [rest])], numbers=numbers)
+
+    tables = ""
+    for section in sections(ledger):
+        unnamed: list[tuple[str, str]] = []
+        if section.heading:
+            tables += f"<h3>{escape(section.heading)}</h3>"
+        if section.seconds is not None:
+            unnamed = [("soft", "not attributed"), *[("", "")] * 5]
+            unnamed += [*(("number", text) for text in section.unattributed), *[("", "")] * 3]
+        if section.rows:
+            tables += tabulated(section.rows[:_ROWS_SHOWN], unnamed)
+        if more := section.rows[_ROWS_SHOWN:]:
+            tables += f"<details><summary>{len(more)} more cases</summary>{tabulated(more)}</details>"
+    fallbacks = ledger.get("fallbacks", ())
+    text = "No fallbacks." if not fallbacks else f"Fallbacks: {'; '.join(_pairs(entry) for entry in fallbacks)}"
+    return card("What ran where", f'{tables}<p class="soft">{text}</p>')
+
+
+def _ledger_cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    device, (*_, each, total, share) = row.get("device") or row.get("backend"), row_cells(row)
+    calls, known = row.get("calls", 0), row.get("bytes_per_call") is not None
+    moved, flops = (row[f"{name}_per_call"] * calls if known else row.get(name) for name in ("bytes", "flops"))
+    refused = "; ".join(f"{entry.get('implementation')}: {entry.get('reason')}" for entry in row.get("refused", ()))
+    return [
+        *[("word", str(value)) for value in (row.get("op"), row.get("implementation"), device)],
+        ("case", str(row.get("case"))),
+        *[("number", text) for text in (f"{calls:,}", each, total, share)],
+        ("number", size_text(moved) if moved else "-"),
+        ("number", short_number(flops) if flops else "-"),
+        ("soft", refused),
+    ]
+
+
+def _pairs(entry: object) -> str:
+    if isinstance(entry, Mapping):
+        return escape(", ".join(f"{name} {value}" for name, value in entry.items()))
+    return escape(str(entry))
+
+
+def _table_card(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    return card(title, table((), ([("soft", name), ("wrap", str(value))] for name, value in rows)))
+
+
+def _settings(config: Mapping[str, Any]) -> list[tuple[str, object]]:
+    run = config["run"]
+    rows = [(name.replace("_", " "), value) for name, value in run["recipe"].items()]
+    return [*rows, ("seed", run["seed"]), ("deterministic", "yes" if run["deterministic"] else "no")]
+
+
+def _data(config: Mapping[str, Any]) -> list[tuple[str, object]]:
+    corpus = config["corpus"]
+    rows = [(name.replace("_", " "), value) for name, value in corpus.items() if value != []]
+    shown = [(name, "; ".join(value) if isinstance(value, list) else value) for name, value in rows]
+    return [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in shown]
+
+
+_FORMAT = "accelerant-train-1"
+_ADD_UP = "this run begins a new ledger. Trainings on the same data add up: give --ledger {} to continue that one"
+
+
+class RunFolder:
+    """A run's folder: config.json is written first and names the format, summary.json last, when it is finished."""
+
+    FILES = (
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "tokenizer.json",
+        "model.safetensors", "sample.txt", "report.html", "summary.json",
+        "checkpoint-previous.safetensors", "trace.json", "kernels.txt", "kernels.json", "privacy.json",
+        "tokenizer_config.json",
+    )  # fmt: skip
+
+    LEDGER = "privacy-ledger.jsonl"
+    """Of a private run. It is never removed: the privacy budget stays spent when the model is deleted."""
+
+    EVENT_LOGS = "tensorboard"
+
+    _MOVING = ".accelerant-moving"
+    """Subfolder of an earlier run while its files are moved."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.metrics, self.checkpoint, self.tokenizer = (path / name for name in self.FILES[:4])
+        self.model, self.sample, self.report, self.summary = (path / name for name in self.FILES[4:8])
+
+    @property
+    def finished(self) -> bool:
+        """True if the run in the folder is finished."""
+        return self.summary.is_file()
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run, in as many processes as wrote its last checkpoint."""
+        count = Checkpoints(self.path).written[1]
+        return f"accelerant train --resume {shlex.quote(str(self.path))}{f' --gpus {count}' * (count > 1)}"
+
+    def require_usable(self) -> None:
+        """Raise ConfigError unless a run may write here: existing files of those names are a run's."""
+        nearest = self.path
+        while not nearest.exists() and nearest != nearest.parent:
+            nearest = nearest.parent
+        if not nearest.is_dir():
+            raise ConfigError(f"cannot write to {self.path}: {nearest} is not a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot write to {self.path}: no permission in {nearest}")
+        foreign = [name for name in (*self.FILES, self.EVENT_LOGS) if (self.path / name).exists()]
+        try:
+            if foreign:
+                self.read_config()
+        except FormatError:
+            what = f"{foreign[0]} of something else"
+            raise ConfigError(f"{self.path} holds {what}: give --out another folder") from None
+
+    def start(self, *, overwrite: bool = False) -> str | None:
+        """Prepare the folder for a new run, and return a note: an earlier one is moved, or removed (`overwrite`)."""
+        note = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / ".accelerant-write-test", b"")
+            (self.path / ".accelerant-write-test").unlink()
+            old = [self.path / name for name in self.FILES if (self.path / name).is_file()]
+            shards = list(self.path.glob(Checkpoints.SHARDS))
+            logs = [log] if (log := self.path / self.EVENT_LOGS).is_dir() else []
+            holds = Checkpoints(self.path).exist or self.finished or self.model.is_file()
+            if (holds and not overwrite) or (self.path / self._MOVING).is_dir():
+                note = self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *logs])
+            else:
+                self.summary.unlink(missing_ok=True)  # first: a partly removed run is not a finished one
+                for folder in (*shards, *logs):
+                    shutil.rmtree(folder)
+                for file in sorted(old, key=lambda file: file == self.config):  # last: it says whose the others are
+                    file.unlink(missing_ok=True)
+                note = self._keep_ledger()
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None
+        return note
+
+    def _move_aside(self, files: Sequence[Path]) -> str:
+        """Move a run's files into a subfolder, together also if the process is killed; return a note for the user."""
+        moving = self.path / self._MOVING
+        moving.mkdir(exist_ok=True)
+        here = {file.name for folder in (self.path, moving) for file in folder.iterdir() if file.is_file()}
+        finished, private = self.summary.name in here, self.LEDGER in here
+        kept = self._free_name("finished" if finished else "unfinished")
+        for file in sorted(files, key=lambda file: file == self.config):
+            file.rename(moving / file.name)
+        moving.rename(kept)
+        if not finished:
+            return f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
+        note = f"kept the finished run that was here in {kept} (--overwrite replaces it)"
+        return f"{note}; {_ADD_UP.format(kept / self.LEDGER)}" if private else note
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Write config.json."""
+        self.write_json(self.config, {"format": _FORMAT, **values})
+
+    def reopen(self, config: Mapping[str, Any]) -> None:
+        """Replace config.json by that of a run with another number of steps, which is no longer finished."""
+        self.summary.unlink(missing_ok=True)  # first: with it the run would still be a finished one
+        self.write_config(config)
+
+    def read_config(self) -> dict[str, Any]:
+        """Read config.json; raise FormatError if it does not exist, or is not a run's."""
+        values = self._read_json(self.config)
+        if values.get("format") != _FORMAT:
+            raise FormatError(f"{self.config} is not a run's of this program")
+        return values
+
+    def read_summary(self) -> dict[str, Any]:
+        """Read summary.json, with this folder's paths: it may have moved. Raise FormatError if it is no run's."""
+        return self._read_json(self.summary) | {"out": str(self.path), "report": str(self.report)}
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        try:
+            values = decode_json(read_regular(path))
+        except FileNotFoundError:
+            raise MissingFile(f"{self.path} holds no run: there is no {path.name}") from None
+        except (OSError, ValueError) as error:
+            raise FormatError(f"cannot read {path}: {error}") from None
+        if not isinstance(values, dict):
+            raise FormatError(f"{path} is not a run's of this program")
+        return values
+
+    @staticmethod
+    def write_json(path: Path, values: Mapping[str, Any]) -> None:
+        """Write a JSON document atomically, indented."""
+        write_atomic(path, (json.dumps(values, indent=2) + "\n").encode())
+
+    def _keep_ledger(self) -> str | None:
+        """Rename the privacy ledger of the previous run; return a note for the user."""
+        ledger = self.path / self.LEDGER
+        if not ledger.is_file():
+            return None
+        kept = self._free_name(ledger.stem, ledger.suffix)
+        for file in self.path.glob(f"{self.LEDGER}*"):  # and the files of its writer
+            file.rename(kept.with_name(kept.name + file.name.removeprefix(self.LEDGER)))
+        return f"kept the privacy ledger of the run that was here as {kept.name}; {_ADD_UP.format(kept)}"
+
+    def _free_name(self, stem: str, suffix: str = "") -> Path:
+        number = 1
+        while (self.path / f"{stem}-{number}{suffix}").exists():
+            number += 1
+        return self.path / f"{stem}-{number}{suffix}"
+
+
+# --- the lock --------------------------------------------------------------------------------------------------------
+
+_UNWRITTEN_S = 10.0  # an older lock file without a process ID was left by a crash
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # from file systems without locks
+
+
+class RunLock:
+    """The lock of a run's folder. Entering acquires it if the folder exists; `take` makes the folder, too."""
+
+    NAME = ".accelerant-train.lock"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / self.NAME
+        self._file: int | None = None
+
+    def __enter__(self) -> RunLock:
+        if self._folder.is_dir():
+            self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        if sys.platform == "win32":  # an open file cannot be removed there
+            os.close(file)
+            self._path.unlink(missing_ok=True)
+        else:
+            self._path.unlink(missing_ok=True)  # before others can take the lock of a file that is then gone
+            os.close(file)
+
+    def take(self) -> None:
+        """Acquire the lock if it is not held; raise ConfigError if another run has it, or the folder is unusable."""
+        if self._file is not None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._flock()
+            if self._file is None:
+                self._file = self._create()
+            os.truncate(self._file, 0)
+            os.write(self._file, str(os.getpid()).encode())
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self._folder}: {error.strerror or error}") from None
+
+    def _flock(self) -> int | None:
+        """Return the file with the kernel's lock on it; None if the system has no such locks."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return None
+        while True:
+            file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.stat(self._path)
+                if os.path.samestat(os.fstat(file), found):
+                    return file
+            except FileNotFoundError:
+                pass  # its last owner removed it between open and flock
+            except BlockingIOError:
+                os.close(file)
+                raise self._in_use() from None
+            except OSError as error:
+                os.close(file)
+                if error.errno not in _NO_LOCKS:
+                    raise
+                if self._owner() is None:
+                    self._path.unlink(missing_ok=True)
+                return None
+            os.close(file)
+
+    def _create(self) -> int:
+        """Return the file, created by this process; that of a dead process is replaced."""
+        while True:
+            try:
+                return open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                owner = self._owner()
+                if self._age_s() < _UNWRITTEN_S if owner is None else _alive(owner):
+                    raise self._in_use() from None
+                try:
+                    self._path.unlink(missing_ok=True)
+                except PermissionError:  # Windows: a process has it open
+                    raise self._in_use() from None
+
+    def _owner(self) -> int | None:
+        try:
+            return int(read_regular(self._path, 32))
+        except (OSError, ValueError):
+            return None
+
+    def _age_s(self) -> float:
+        try:
+            return time.time() - self._path.stat().st_mtime
+        except FileNotFoundError:
+            return _UNWRITTEN_S
+
+    def _in_use(self) -> ConfigError:
+        owner = self._owner()
+        who = "another process" if owner is None else f"process {owner}"
+        return ConfigError(f"{self._folder} is in use by {who}: wait for its end, or give --out another folder")
+
+
+def _alive(process: int) -> bool:
+    if sys.platform == "win32":  # os.kill would end it
+        import ctypes
+
+        handle = ctypes.windll.kernel32.OpenProcess(0x1000, False, process)  # PROCESS_QUERY_LIMITED_INFORMATION
+        if not handle:
+            return False
+        code = ctypes.c_ulong()
+        known = ctypes.windll.kernel32.GetExitCodeProcess(handle, ctypes.byref(code))
+        ctypes.windll.kernel32.CloseHandle(handle)
+        return bool(known) and code.value == 259  # STILL_ACTIVE
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return True  # another user's
+    except (OSError, OverflowError):
+        return False
+    return process > 0

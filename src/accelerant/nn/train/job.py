@@ -57,11 +57,12 @@ from accelerant.nn.train.config import (
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize, tokenizer_hash
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
-from accelerant.nn.train.folder import RunFolder, RunLock
-from accelerant.nn.train.history import History, StepRecord
-from accelerant.nn.train.objective import Evaluation, autocast
+from accelerant.nn.train.history import History, RunFolder, RunLock, StepRecord, build_report
+from accelerant.nn.train.objective import (
+    Evaluation,
+    autocast,
+)
 from accelerant.nn.train.parallel import share_of
-from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokens import ByteTokenizer, Tokenizer, Tokens, load_bpe, load_exported
 from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime import registry

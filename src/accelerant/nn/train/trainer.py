@@ -37,17 +37,18 @@ from accelerant.errors import (
     UnsupportedCase,
 )
 from accelerant.nn.layers import float8_weights, modes_kept, require_float8
-from accelerant.nn.train.callbacks import Callback, Step, TensorBoard
+from accelerant.nn.train.callbacks import Callback, NanDiagnosis, NotFinite, Step, TensorBoard
 from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, is_full, require_same_config, restored
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch, Data, Source, make_source, split
 from accelerant.nn.train.environment import StopRequest, numerics
-from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import (
     History,
     MetricsFile,
     PendingStep,
     ProfiledKernel,
+    RunFolder,
+    RunLock,
     StepProfiler,
     StepRecord,
     StepTimer,
@@ -55,7 +56,6 @@ from accelerant.nn.train.history import (
     reserved_memory_bytes,
     used_memory_bytes,
 )
-from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
 from accelerant.nn.train.objective import (
     Evaluation,
     Loss,

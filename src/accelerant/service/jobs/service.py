@@ -49,11 +49,10 @@ from accelerant.service.errors import (
     WorkerLost,
 )  # fmt: skip
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.model import Job, JobRequest, JobState, QueueStats, merge_kind
-from accelerant.service.jobs.queue import Call, CallQueue
+from accelerant.service.jobs.queue import Call, CallQueue, WorkerProcess
 from accelerant.service.jobs.store import Claim, JobStore
+from accelerant.service.jobs.wire import Job, JobRequest, JobState, QueueStats, merge_kind
 from accelerant.service.jobs.worker import load_operations
-from accelerant.service.jobs.workers import WorkerProcess
 
 if TYPE_CHECKING:
     from accelerant.service.operations import OpSpec

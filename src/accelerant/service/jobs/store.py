@@ -38,7 +38,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from accelerant.errors import ConfigError, MissingDependency
 from accelerant.service.errors import JobNotFound, QueueFull, StoreUnavailable
-from accelerant.service.jobs.model import Job, JobState
+from accelerant.service.jobs.wire import Job, JobState
 
 _metadata = sa.MetaData()
 _jobs = sa.Table(

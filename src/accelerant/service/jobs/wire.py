@@ -1,4 +1,4 @@
-"""Named arrays and JSON values as bytes: messages between server and worker, and the files of inputs and results.
+"""Jobs as callers see them; named arrays and JSON as bytes: messages to workers, files of inputs and results.
 
     frame = length of head (4 bytes), length of body (8 bytes), head (JSON), body (arrays end to end)
 
@@ -13,6 +13,8 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,96 @@ def wipe(path: Path) -> None:
                     left -= file.write(bytes(min(left, 1 << 20)))
                 os.fsync(file.fileno())
             path.unlink()
+
+
+class JobState(StrEnum):
+    """The states of a job; the last three are final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        """Whether a job in this state stays in it."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass(slots=True)
+class JobRequest:
+    """A validated request: its parameters are JSON, and shapes and dtypes of its inputs have been checked.
+
+    `priority` orders the requests of one key, the highest first; queues are fair between keys. `deadline_s` counts from
+    now (None: the settings' for calls, none for jobs); `cost_s` estimates the seconds it takes, by which batches of
+    short calls are cut; `kind` is `merge_kind`'s where it is known already.
+    """
+
+    operation: str
+    parameters: Mapping[str, Any]
+    inputs: Mapping[str, np.ndarray] = field(repr=False)
+    key_id: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    request_id: str = ""
+    cost_s: float = 0.0
+    kind: tuple[Any, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the inputs."""
+        return sum(array.nbytes for array in self.inputs.values())
+
+
+def merge_kind(request: JobRequest) -> tuple[Any, ...] | None:
+    """Return what calls of an elementwise operation that run as one have in common; None for one that runs alone."""
+    arrays = list(request.inputs.items())
+    if not arrays or not (shape := arrays[0][1].shape) or any(array.shape != shape for _, array in arrays):
+        return None  # joined arrays would broadcast otherwise
+    kinds = tuple((name, array.dtype.str) for name, array in arrays)
+    return request.operation, json.dumps(dict(request.parameters), sort_keys=True), shape[1:], kinds
+
+
+@dataclass(frozen=True)
+class Job:
+    """The record of a job. Times are seconds since the epoch; `progress` is a share from 0 to 1."""
+
+    id: str
+    operation: str
+    state: JobState
+    progress: float
+    message: str
+    error: str | None
+    key_id: str
+    priority: int
+    attempts: int
+    device: str | None
+    created: float
+    started: float | None
+    finished: float | None
+    result_bytes: int | None
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """The state of a worker process; `restarts` counts those that ended, `calls` its short calls, `job` is an id."""
+
+    device: str
+    label: str
+    alive: bool
+    restarts: int
+    job: str | None
+    calls: int
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """Numbers of short calls in memory and of jobs in the store; `jobs`, by state, are some seconds old at most."""
+
+    queued: int
+    running: int
+    bytes: int
+    jobs: dict[str, int]
+    workers: tuple[WorkerStats, ...]

@@ -28,7 +28,7 @@ from accelerant.errors import BudgetExceeded, ConfigError
 from accelerant.nn.train.callbacks import Extension, ReportChart, Step
 from accelerant.nn.train.config import RunConfig, TrainConfig, paths_of
 from accelerant.nn.train.data import Batch, Source, TokenSource, gather
-from accelerant.nn.train.folder import RunFolder
+from accelerant.nn.train.history import RunFolder
 from accelerant.nn.train.step import StepResult
 from accelerant.nn.train.tokens import Tokens, is_token_file
 from accelerant.nn.train.trainer import Trainer
