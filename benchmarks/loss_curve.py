@@ -31,7 +31,6 @@ from typing import Annotated, Any, Protocol
 
 import torch
 import typer
-from accelerant.nn.train.folder import RunLock
 from torch import Tensor, nn
 
 from accelerant.bench.record import SAME, Environment
@@ -45,6 +44,7 @@ from accelerant.nn.train.config import RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import halves, prefetched, random_windows
 from accelerant.nn.train.environment import StopRequest, numerics
+from accelerant.nn.train.history import RunLock
 from accelerant.nn.train.objective import learning_rate
 from accelerant.nn.train.step import TrainStep
 from accelerant.runtime import registry

@@ -407,7 +407,6 @@ def _warm_model(
 
 
 def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputeProvider]]:
-    from accelerant.cli.compile import known_targets_of
     from accelerant.runtime import registry
     from accelerant.runtime.providers.cuda import OfflineCudaProvider
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerant.nn.train.folder import RunFolder, RunLock
 from safetensors.torch import load_file
 
 from accelerant.config import override
@@ -34,7 +33,7 @@ from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, cpu_flops_per_s, duration_note, preset, windows_at_once
 from accelerant.nn.train.corpus import load_corpus
 from accelerant.nn.train.environment import StopRequest
-from accelerant.nn.train.history import History, MetricsFile, read_metrics
+from accelerant.nn.train.history import History, MetricsFile, RunFolder, RunLock, read_metrics
 from accelerant.nn.train.job import prompt_of, steps_until
 from accelerant.nn.train.objective import Evaluation
 from accelerant.runtime.files import AtomicFile
