@@ -15,12 +15,9 @@ __all__ = ["lazy"]
 def lazy(
     package: str, names: Sequence[str], modules: Mapping[str, Sequence[str]] | Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__` (PEP 562). Its modules are attributes, too.
+    """Return a package's `__getattr__` and `__dir__` (PEP 562) for its `__all__`. Its modules are attributes, too.
 
-    Args:
-        package: the package's `__name__`.
-        names: its `__all__`.
-        modules: module of the package -> names that it defines; or the modules to search, in this order.
+    `modules` has the names that each module of the package defines, or the modules to search, in this order.
     """
 
     def get(name: str) -> Any:

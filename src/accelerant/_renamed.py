@@ -97,11 +97,8 @@ def missing_names(
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a module whose error for a name that it lacks says what to write.
 
-    Args:
-        module: the module's `__name__`.
-        words: a name that people bring from other libraries -> what to write here.
-        get: the `__getattr__` that it has already.
-        packages: modules of it whose `__all__` is searched for other names; imported only for the error.
+    `words` has names of other libraries with what to write here, `get` is the module's present `__getattr__`, and
+    `packages` are modules of it whose `__all__` is searched for other names, imported only for the error.
     """
 
     def name(missing: str) -> Any:

@@ -3,11 +3,6 @@
 >>> with Accelerator() as acc:                       # the best device there is
 ...     acc.field_add([1, 2, 3, 4], [5, 6, 7, 8])    # array([ 6,  8, 10, 12], dtype=uint64)
 ...     y = acc.gelu(x)                              # NumPy, torch, CuPy or JAX in; the same kind out
-...     acc.metrics()["gelu"]["p95_ms"]
-
-    facade.py    Accelerator, its configuration, limits and metrics
-    methods.py   the operations: implementation, merging, cost; conversion of arrays
-    batch.py     many small calls in one launch
 """
 
 from accelerant.accelerator.batch import Batch, PendingCall, devices_worth_using

@@ -210,13 +210,9 @@ _Member = tuple[PendingCall, Tensors, ArrayOrigin]
 class Batch(methods.Operations):
     """Records calls until its block ends, then runs them in `launches` groups; see Accelerator.batch().
 
-    Args:
-        check: checks a call; returns its arrays, encoded if they are numbers, and the bytes of its inputs and result.
-        run: moves tensors to the device and runs an operation on them, which stands for a number of calls; or runs
-            these calls in turn, each on its part of the tensors.
-        device_type: torch's name of the device's kind.
-        memory_limit_bytes: for inputs, their joined copies and results on the device together. A batch beyond it runs
-            in several parts, and each part's results are where its inputs came from before the next begins.
+    `check` checks a call and returns its arrays, encoded if they are numbers, and the bytes of inputs and result. `run`
+    moves tensors to the device and runs an operation that stands for a number of calls, or these calls in turn. A batch
+    whose inputs, joined copies and results pass memory_limit_bytes runs in several parts.
     """
 
     def __init__(

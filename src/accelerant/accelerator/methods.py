@@ -634,16 +634,11 @@ _LEAST_SAMPLES = {95: 20, 99: 100}  # samples without which a percentile would b
 
 @dataclass(frozen=True, slots=True)
 class OpTiming:
-    """One implementation on the given arrays.
+    """One implementation on the given arrays; "whole call" includes the copies of arrays to the device and back.
 
-    Attributes:
-        name: of the implementation; "whole call" includes the copies of arrays to the device and back.
-        own: whether it is a kernel of Accelerant.
-        chosen: whether a call of the operation runs it.
-        p50_ms, p95_ms, p99_ms: percentiles of the calls in milliseconds; None where it did not run, or for p95 of fewer
-            than 20 calls, for p99 of fewer than 100.
-        first_ms: the first call in this process, with what it compiles and loads.
-        note: why it is chosen, or why it did not run.
+    `own`: it is a kernel of Accelerant; `chosen`: a call of the operation runs it. Percentiles are of the calls, in
+    milliseconds: None where it did not run, p95 of fewer than 20 calls, p99 of fewer than 100. `first_ms` is the first
+    call in this process. `note` says why it is chosen, or did not run.
     """
 
     name: str
@@ -659,13 +654,9 @@ class OpTiming:
 
 @dataclass(frozen=True, slots=True)
 class OpBenchmark(JsonRecord):
-    """The times of an operation on the user's arrays. It prints as a table.
+    """The times of an operation on the user's arrays; prints as a table.
 
-    Attributes:
-        case: shapes and dtypes of the arrays.
-        timings: the chosen implementation, the others that serve the arrays or refuse them, and the whole call.
-        size_bytes: of arrays and result.
-        flops: floating-point, field or curve operations of the call; 0 where it only moves bytes.
+    `timings` has the chosen implementation, the others that serve the arrays or refuse them, and the whole call.
     """
 
     op: str

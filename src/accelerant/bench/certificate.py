@@ -1,15 +1,8 @@
 """The parity certificate: a table of every op on every device present, compared with the reference, as JSON and HTML.
 
-certificate = certify(devices)              one row for an op, a dtype (or a field or curve) and a device
-certificate.save(folder)                    certificate.json and certificate.html
-Certificate.load(path)                      FormatError unless its SHA-256 is that of its content
-
 Tensor ops are compared with their reference in float64 on the CPU, within the tolerances of their cases.py; integer ops
-with Python's integers, exactly. Arguments are drawn on the CPU, so that every device gets the same numbers.
-
-A row says which implementation ran, by the ledger, the worst error and its share of the tolerance, and the fallbacks in
-the meantime. The SHA-256 shows that a table was not changed by accident. It is no signature: whoever changes the table
-can compute it anew.
+with Python's integers, exactly. Arguments are drawn on the CPU, so that every device gets the same numbers. The SHA-256
+shows that a table was not changed by accident; it is no signature.
 """
 
 from __future__ import annotations

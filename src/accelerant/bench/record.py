@@ -1,17 +1,10 @@
 """Benchmark records: rows of measurements with the environment that they were made in.
 
-record.save(path)              JSON, written whole or not at all
-print(record.table())          text; cases in which a peer was faster come first
-compare(old, new)              regressions since a baseline: compare.py
-build_report(record)           an HTML page with plots: report.py
-
-A `Journal` keeps finished cases on disk: a killed run loses only the case it was measuring, and a resumed run continues
-after it. It is a file of JSON lines. The first has the environment and the options of the run, each other one a case:
+A `Journal` keeps finished cases on disk, as JSON lines: a resumed run continues after them. The first line has the
+environment and options of the run, each other one a case; one that was cut short is ignored:
 
     {"journal": 1, "environment": {...}, "asked": {"--against": "torch"}, "ceilings": {...}}
     {"done": "gelu 16384x4096-tanh bfloat16 torch", "rows": [...], "notes": [...], "took_s": {"timed calls": 0.4}}
-
-A line that was cut short when the run was killed is ignored.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The neural ops as the benchmark sees them: torch's function of each, torch's other back ends, and the baselines.
 
-Each function takes an op's arguments as its cases.py gives them: tensors positional, options by keyword.
-
-The baselines of `accelerant bench OP` are the ops as a user without fused kernels writes them. A composition is written
-once, for an array namespace `xp`. With torch's functions it is "unfused": each operation is a kernel of its own whose
-result is written to memory, as in CuPy; attention holds all of its scores. With NumPy it is "numpy". On plain Python
-lists, a row at a time, it is "naive". Baselines compute in float32 and are not counted among the peers.
+The baselines of `accelerant bench OP` are the ops as a user without fused kernels writes them, once for an array
+namespace `xp`: "unfused" with torch's functions, "numpy", and "naive" on Python lists, a row at a time. They compute in
+float32 and are not counted among the peers.
 """
 
 from __future__ import annotations

@@ -1,21 +1,7 @@
 """Benchmark suites: the protocol, their options, and how a run measures their cases.
 
 A suite is a frozen dataclass whose fields are its options; `cli/bench.py` derives the command line from them. Its cases
-append rows to the record of a `SuiteRun`:
-
-    @dataclass(frozen=True)
-    class CopySuite(Suite):
-        \"\"\"Measure copies on the device.\"\"\"
-
-        name = "copies"
-        sizes: tuple[int, ...] = option((2**20,), "Bytes of a copy.")
-
-        def cases(self, run: SuiteRun) -> list[SuiteCase]:
-            return [SuiteCase(f"{size} bytes", functools.partial(_copy, size)) for size in self.sizes]
-
-    record = run_suite(CopySuite(), registry.find_device("cpu"))
-
-The suites of the package are in bench/suites; comparisons with other libraries are in the repository's benchmarks/.
+append rows to the record of a `SuiteRun`. Comparisons with other libraries are in the repository's benchmarks/.
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
 """Timers of calls: warm-up, a cold cache, many repeats, quantiles; and beside them the wall time of the plain call.
 
-On a GPU a call is timed by two events, after a write that is much larger than the L2 cache. The write empties the
-cache and keeps the device busy (about 0.2 ms on an H200; repeated for a slow host) while the host queues the call, so
-that host time is not part of the figure. What the write leaves in the L2 goes to memory during the call, as what the
-call writes does after it: for a call that reads and writes the two are even. A call that writes next to nothing would
-pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading (`reads=True`).
-
-Every timing also has the wall time, which includes the host: `wall_ms`, of a call from an idle device to an idle
-device, and `back_to_back_ms`, of one of several calls without a pause. No flush precedes either. On the CPU the clock
-is read around the call, and the two kinds of time are one.
-
-`rotated_ms` times calls that a program makes one after the other on other memory each time, as the layers of a model
-do: a single call of some 20 us also shows what starting it costs. `host_time_us` is the host's part alone.
-`time_in_turns` compares calls on a CPU, whose speed changes from one second to the next, by alternating them;
-`back_to_back_times_ms` does so for calls that keep a device busy.
+On a GPU a call is timed by two events, after a write much larger than the L2 cache, which empties the cache and keeps
+the device busy while the host queues the call. What the write leaves in the L2 goes to memory during the call, as what
+the call writes does after it; for a call that writes next to nothing the cache is emptied by reading (`reads=True`).
+`wall_ms` is from an idle device to an idle device, `back_to_back_ms` of one of several calls without a pause.
 """
 
 from __future__ import annotations

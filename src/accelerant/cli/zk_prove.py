@@ -1,11 +1,7 @@
 """Files and terminal output of the `accelerant zk` commands, and `zk prove` without typer.
 
-Half the time of a cold proof is start-up: typer and pydantic take 0.15 s of about 0.8. app.py therefore asks `plain`
-first whether the arguments are file names and flags, which need no parser; typer (zk.py) handles everything else.
-
-`zk prove-many` proves many witnesses with one key, on the devices of this host or a Ray cluster. Workers keep the key
-and return proofs; this process alone writes them, each once. A run that was interrupted goes on where it ended: proofs
-that are there, and valid for the key and the witness's public inputs, are not made again.
+Half the time of a cold proof is start-up, so app.py asks `plain` first whether the arguments need no parser. Workers of
+`zk prove-many` return proofs; this process alone writes them. A run that was interrupted goes on where it ended.
 """
 
 from __future__ import annotations

@@ -151,20 +151,10 @@ class _Model(nn.Module):
 class Encoder:
     """A sentence encoder of BERT's kin (BERT, RoBERTa, XLM-RoBERTa), from a folder as sentence-transformers saves it.
 
-    `1_Pooling/config.json` says whether the mean or the first token counts; without it, the mean does.
-
-    Args:
-        path: folder with config.json, tokenizer.json and model.safetensors.
-        device: where it computes.
-        dtype: of weights and activations.
-
-    Attributes:
-        dim: size of a vector.
-        max_tokens: longest text, in tokens with those that begin and end it; longer ones are cut.
-
-    Raises:
-        FormatError: files that are incomplete or contradict each other.
-        UnsupportedCase: another architecture, pooling, or further layers.
+    `path` has config.json, tokenizer.json and model.safetensors; `1_Pooling/config.json` says whether the mean or the
+    first token counts, by default the mean. `dim` is the size of a vector, `max_tokens` the longest text, with the
+    tokens that begin and end it. FormatError: files that are incomplete or contradict each other. UnsupportedCase:
+    another architecture, pooling, or further layers.
     """
 
     def __init__(

@@ -45,15 +45,11 @@ _ONE = 1 << SHIFT
 class ExactLayer(nn.Module):
     """A layer of an ExactNetwork; all arrays are buffers.
 
-    Attributes:
-        weight: (outputs, channels, kernel height, kernel width), int8; a Linear's kernel is the whole image.
-        bias: (outputs,), int32, from -2^23 to 2^23 - 1.
-        table: (256,), int8, the results of -128 to 127.
-        multiplier: (outputs,), int64, m of each output channel, from 1 to 2^17.
-        image: height and width of the input.
-        stride, padding: in both directions.
-        source: how many layers before is the one whose output is the input; 1 is the one before.
-        skip: how many layers before is the one whose output is added, times skip_multiplier, before the shift; or 0.
+    `weight` is (outputs, channels, kernel height, kernel width) int8, where a Linear's kernel is the whole image;
+    `bias` (outputs,) int32 from -2^23 to 2^23 - 1; `table` (256,) int8, the results of -128 to 127; `multiplier`
+    (outputs,) int64, m from 1 to 2^17; `image` the input's height and width. `source` counts the layers back to the one
+    whose output is the input, `skip` those to the one whose output is added, times skip_multiplier, before the shift; 0
+    for none.
     """
 
     weight: Tensor
@@ -101,9 +97,7 @@ def _convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
 class ExactNetwork(nn.Sequential):
     """ExactLayer modules; quantize(model, mode="exact", examples=x) makes one.
 
-    Attributes:
-        input_shape: of one input, as in the examples: (inputs,) or (channels, height, width).
-        input_scale, output_scale: a real number is about its integer times the scale.
+    `input_shape` is (inputs,) or (channels, height, width); a real number is about its integer times the scale.
     """
 
     def __init__(
@@ -150,16 +144,9 @@ class ExactNetwork(nn.Sequential):
 
 @dataclass
 class _Step:
-    """A layer, and what is done to its output.
+    """A layer and what is done to its output: a batch norm, an addition, a function of one number.
 
-    Attributes:
-        name: of the module.
-        layer: the module.
-        source: number of the step whose output is the input; -1 is the model's input.
-        flat: whether the input is flattened.
-        norm: a batch normalization that follows.
-        added: number of the step whose output is added then.
-        activation: a function of one number that follows.
+    `source` and `added` are numbers of steps, -1 is the model's input; `flat`: the input is flattened.
     """
 
     name: str

@@ -170,9 +170,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the map to (..., in_features); return (..., out_features) in the input's dtype or the autocast dtype.
 
-        Raises:
-            ShapeError: the last dimension is not in_features.
-            UnsupportedCase: precision fp8 is requested where the layer cannot use it.
+        ShapeError: another last dimension. UnsupportedCase: precision fp8 is requested where the layer cannot use it.
         """
         require_width(input, self.in_features, "Linear")
         if input.dtype is self.weight.dtype and not autocasts() and not may_fuse(input):

@@ -288,13 +288,9 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class QuantizationReport:
-    """The changes that quantize made.
+    """The changes that quantize made to `model`: the argument if changed in place, else a copy.
 
-    Attributes:
-        model: the quantized model: the argument if changed in place, else a copy.
-        replaced: names of the replaced layers.
-        skipped: name -> reason for each linear layer that was not replaced.
-        bytes_before, bytes_after: size of all parameters and buffers, shared ones counted once.
+    `replaced` names layers, `skipped` has the reason of each that was not; sizes count shared parameters once.
     """
 
     model: nn.Module
@@ -430,17 +426,9 @@ def quantized_on_meta(model: nn.Module, kind: str) -> dict[str, LinearInt8 | Lin
 
 
 def unquantize(model: nn.Module, *, inplace: bool = True) -> nn.Module:
-    """Replace each layer in integers of a model by a torch.nn.Linear with its rounded weights, in their original dtype.
+    """Replace each layer in integers of a model by a torch.nn.Linear with its rounded weights, which train.
 
-    Args:
-        model: a model that contains layers in integers, not itself one; one without such layers stays as it is.
-        inplace: False changes a copy.
-
-    Returns:
-        the model or its copy; its weights train.
-
-    Raises:
-        ConfigError: a layer is given.
+    Returns the model, or a copy without `inplace`, in the weights' original dtype; ConfigError if a layer is given.
     """
     if isinstance(model, _INTEGERS):
         raise ConfigError("unquantize takes a model that has LinearInt8 layers, not a layer")

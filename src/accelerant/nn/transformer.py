@@ -326,16 +326,11 @@ class TransformerBlock(nn.Module):
     def split(
         self, x: Tensor, residual: Tensor | None = None, before: ColumnSums | None = None
     ) -> tuple[Tensor, Tensor, ColumnSums | None]:
-        """Apply the block to x + residual and leave its last addition to the norm that reads the sum.
+        """Apply the block to x + residual (None: zeros) and leave its last addition to the norm that reads the sum.
 
-        Args:
-            x: (B, T, width), for which `fuses` holds.
-            residual: shape of x; None for zeros.
-            before: as returned by the preceding block.
-
-        Returns:
-            the MLP's result, the residual stream to add it to, and the column sums to share with the following block
-            (see accelerant.ops.transformer.block.ColumnSums).
+        `fuses` holds for x (B, T, width); `before` is what the preceding block returned. Returns the MLP's result, the
+        residual stream to add it to, and the column sums for the following block
+        (accelerant.ops.transformer.block.ColumnSums).
         """
         bias = self.mlp.down.bias
         after = None if bias is None or not bias.requires_grad else ColumnSums(bias)

@@ -1,10 +1,7 @@
 """Arrays as bytes and back: KServe v2 (JSON and its binary tensor extension), safetensors, .npy and Arrow IPC.
 
-Bytes come from strangers. Each reader compares the declared dtype and shape with the bytes that are there before it
-makes an array, and makes arrays as views of these bytes: no reader allocates what a header declares. Nothing is
-unpickled, and nothing is decompressed.
-
-A value is an array of one of DATATYPES, or bytes: one element of KServe's datatype BYTES, a text or a file.
+Bytes come from strangers: readers compare the declared dtype and shape with the bytes that are there before they make
+arrays, as views. A value is an array of one of DATATYPES, or bytes, an element of KServe's datatype BYTES.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Clients of the service, with the library's own calls.
 
-    with Client("http://127.0.0.1:8080") as client:
-        client.field_mul([1, 2], [3, 4])                    # array([3, 8], dtype=uint64)
-        client.msm(scalars, points, curve="bn254_g1")
+    with Client("http://127.0.0.1:8080") as client:     # or: async with AsyncClient(...)
+        client.field_mul([1, 2], [3, 4])                # array([3, 8], dtype=uint64)
         job = client.submit("ntt", {"x": x}, field="goldilocks")
         client.result(job.id)
 
-    async with AsyncClient("http://127.0.0.1:8080") as client:
-        await client.field_mul([1, 2], [3, 4])
-
 Arrays travel as bytes (KServe v2's binary tensor extension). A call that the service answers with a job waits for it.
-The service's errors are raised as the library's own classes, or those of accelerant.service.errors.
-
-What a call does is a generator of steps, requests to send and seconds to wait; the two clients differ in how they take
-them.
+What a call does is a generator of steps, requests and waits, which the two clients take in their own ways.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The layer between the network and the routes: limits, keys, request ids, logs, spans.
 
-`Connections` bounds the open connections, so that strangers cannot take all of them. `GuardedProtocol` bounds the time
-and bytes of handshakes and headers, and answers what is not HTTP. `Guard` is ASGI middleware: it identifies each
-request, checks its key and its origin, bounds the requests in progress, and makes a span where OpenTelemetry is set
-up. `read_body` reads a body within its limits.
+`Connections` bounds the open connections; `GuardedProtocol` the time and bytes of handshakes and headers. `Guard` is
+ASGI middleware: it checks key and origin, bounds the requests in progress, and makes a span.
 """
 
 from __future__ import annotations

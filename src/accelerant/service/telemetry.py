@@ -1,10 +1,5 @@
 """Telemetry of the service: log lines, spans, Prometheus metrics, and the events that the dashboard shows.
 
-    with Telemetry(jobs, settings) as telemetry:       # reads the devices once a second
-        telemetry.observe(record)                      # once for each answered request
-        telemetry.metrics()                            # the text of /metrics
-        async for name, data in telemetry.events(): ...
-
 Devices are sampled in this process, which starts no driver. What the workers computed comes from their ledgers.
 """
 

@@ -38,10 +38,7 @@ _COMBINE = {"sum": (0, "a + v"), "prod": (1, "a * v"), "max": (2, "max(a, v)"), 
 class Text:
     """A kernel under construction: its operands, then numbers, which end with the scalars of the expression.
 
-    Attributes:
-        numbers: name -> type in the language.
-        values: of the numbers, without scalars.
-        begins: name of an operand -> the text of its offset.
+    `numbers` has their types, `values` those that are no scalars, `begins` the text of each operand's offset.
     """
 
     let = "const I {} = {};"
@@ -91,12 +88,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class KernelBody:
-    """The text of a kernel's body and how it is launched.
-
-    Attributes:
-        kind: type of expressions, T, and of scalars.
-        count: of elements that indices count.
-    """
+    """The text of a kernel's body and how it is launched; `count` elements, expressions of the type `kind`."""
 
     entry: str
     kind: str

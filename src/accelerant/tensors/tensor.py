@@ -61,11 +61,9 @@ _TORCH_TYPES = {"webgpu": "vulkan"}
 
 
 class TensorDevice(ABC):
-    """A device whose tensors are DeviceTensors.
+    """A device whose tensors are DeviceTensors of `dtypes`; others stay on the host.
 
-    Attributes:
-        dtypes: dtypes that tensors may have; others stay on the host.
-        overrides: aten operation -> function that replaces the table's, called as func(device, *args, **kwargs).
+    `overrides` has functions that replace the table's of an aten operation: func(device, *args, **kwargs).
     """
 
     dtypes: ClassVar[frozenset[torch.dtype]]
@@ -281,12 +279,7 @@ _left = WeakTensorKeyDictionary()
 
 
 class DeviceTensor(Tensor):
-    """A tensor in the memory of a TensorDevice; `acl.to` makes one. dispatch.py gives it `__torch_dispatch__`.
-
-    Attributes:
-        place: its device.
-        buffer: the memory, which views share.
-    """
+    """A tensor in `buffer`, memory of the TensorDevice `place` that views share."""
 
     place: TensorDevice
     buffer: Buffer

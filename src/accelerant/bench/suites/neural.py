@@ -1,11 +1,9 @@
 """The neural ops compared with torch, torch.compile and other libraries, forward and backward, in one run.
 
-In the tables dispatch races its implementations, as for a user who asks for it; at odd sizes and in the sweep it
-chooses as in a user's first call. Where it chooses a library, the case is measured again with our own kernel forced,
-and once with the setting `deterministic`, where that may cost something. Results and gradients, ours and the peers',
-are compared with the float64 reference before anything is timed: a wrong result leaves a row that says so, without a
-time. A peer that raises leaves a row with the reason; an exception of ours fails the run, except a lack of memory,
-which is a result. On a CPU the runners take turns.
+In the tables dispatch races its implementations; at odd sizes and in the sweep it chooses as in a user's first call.
+Where it chooses a library, our own kernel is measured, too. Results and gradients are compared with the float64
+reference before anything is timed: a wrong result leaves a row without a time. A peer that raises leaves a row with the
+reason; an exception of ours fails the run, except a lack of memory.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """The cases of the neural suite: their plan, their tensors and calls, and the check of their results.
 
-The plan, made without a device, orders the cases and estimates their times. It has four parts: the tables of the ops
-(their BENCHMARKS, in each requested dtype), requested sizes, odd sizes (their LARGE samples, which the tests run too),
-and a sweep from 2^10 to 2^28 elements of the ops that work row by row. Cases with targets come first, then the rest of
-the tables in the first dtype, odd sizes, the other dtypes, and the sweep, so that an incomplete run has what matters
-most. On a CPU the tables' cases have fewer rows.
-
-A case is an op on the arguments of a Benchmark. It is measured forward, backward, or both together where a program
-never has one without the other. Before a runner is timed, its results are compared with the op's reference in float64:
-the error ||x - reference|| / ||reference|| may be what the dtype allows, or twice that of torch's function in the same
-dtype, whichever is more, but never above one half.
+The plan has the tables of the ops (their BENCHMARKS, in each requested dtype), requested sizes, odd sizes (their LARGE
+samples), and a sweep from 2^10 to 2^28 elements; what matters most comes first. A case is measured forward, backward,
+or both together. Errors ||x - reference|| / ||reference|| may be what the dtype allows, or twice that of torch's
+function in the same dtype, but never above one half.
 """
 
 from __future__ import annotations

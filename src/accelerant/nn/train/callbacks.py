@@ -372,8 +372,7 @@ class NanDiagnosis:
 def find_not_finite(model: nn.Module, loss: Callable[..., Tensor], parts: Sequence[Batch]) -> str:
     """Name the first thing of a step that is not finite: parameter, input, output of a module, loss or gradient.
 
-    The model has its parameters from before the step, which do not change; gradients are set to None. Waits for the
-    device at each module.
+    The model has its parameters from before the step; gradients are set to None. Waits for the device at each module.
     """
     for name, parameter in model.named_parameters():  # not the buffers, which the failed step may have changed
         if not _finite(parameter):

@@ -398,19 +398,13 @@ class Corpus:
 
 
 def load_corpus(data: Paths, *, seed: int = 0, window_bytes: int = 1024, fixed: bool = False) -> Corpus:
-    """Read a corpus and hold out blocks of it.
+    """Read a corpus and hold out blocks of it; raise ConfigError for a path that cannot be read, or without any text.
 
-    Args:
-        data: "stdlib" for the source code of the running Python's standard library, or a path, or several. A folder
-            means the text files in it, except hidden ones. A file that is named twice, or has the text of another, is
-            read once: otherwise its held-out blocks would be trained on. What is no text is left out.
-        seed: of the held-out blocks.
-        window_bytes: about the length of a window; a block has at least two.
-        fixed: whether the sizes of the documents alone decide what is held out, as private training needs it: then
-            blocks may end inside a character, and files with the same text are kept.
-
-    Raises:
-        ConfigError: a path does not exist or cannot be read, or there is no text.
+    `data` is "stdlib" (the source code of Python's standard library), a path or several; a folder means its text files
+    that are not hidden. A file that is named twice, or has the text of another, is read once: otherwise its held-out
+    blocks would be trained on. `window_bytes` is about the length of a window, of which a block has at least two. With
+    `fixed` the sizes of the documents alone decide what is held out, as private training needs it: blocks may end
+    inside a character, and files with the same text are kept.
     """
     names, reading = list(paths_of(data)), Reading()
     if names == [STDLIB]:

@@ -1,12 +1,9 @@
 # ruff: noqa: D102  Source documents the methods of its subclasses
 """Training data as batches by step: tensors, arrays, datasets, loaders and token files.
 
-The batch of a step depends on (seed, step) alone if the rows of the data are numbered. A DataLoader has its own order:
-it is restarted for each epoch with random states derived from (seed, epoch), and a resumed run skips the batches that
-were used. Of several processes each takes its rows of the same batches.
-
-A thread gathers batches some steps in advance, and never calls CUDA, which would invalidate the capture of a graph: the
-reading thread pins them, so that the copy to a GPU overlaps with computation.
+The batch of a step depends on (seed, step) alone if the rows are numbered. A DataLoader has its own order: it is
+restarted for each epoch with random states from (seed, epoch), and a resumed run skips used batches. A thread gathers
+batches in advance, and never calls CUDA, which would invalidate the capture of a graph.
 """
 
 from __future__ import annotations

@@ -49,21 +49,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of metrics.jsonl.
+    """One line of metrics.jsonl; its step counts from 1, the loss is that of the step's batch before its update.
 
-    Attributes:
-        step: 1 for the first.
-        loss: training loss of the step's batch before its update; for text in nats per token.
-        tokens_per_s: tokens of the step over its time; None if the data are not tokens.
-        ms: device time of the step (on the CPU: wall time).
-        peak_memory_bytes: maximum so far: allocated on a GPU, resident on the CPU.
-        learning_rate: of the step.
-        grad_norm: before clipping.
-        validation_loss: after the step, if it was evaluated.
-        samples_per_s: rows of the step over its time, if the data are not tokens.
-        validation: metrics measured with the validation loss, by name.
-        loss_scale: factor of the loss in float16.
-        skipped: True if a gradient overflowed, so that the step changed nothing; its grad_norm is 0.
+    A loss of text is in nats per token. `ms` is device time (on the CPU: wall time), `peak_memory_bytes` the maximum so
+    far (allocated on a GPU, resident on the CPU), `grad_norm` before clipping. `tokens_per_s` or, for other data,
+    `samples_per_s` is set; `validation_loss` and the metrics in `validation` where the step was evaluated. In float16
+    `loss_scale` is the factor of the loss; `skipped` says that a gradient overflowed and nothing changed.
     """
 
     step: int

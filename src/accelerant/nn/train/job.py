@@ -101,12 +101,9 @@ class _Silent:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
-    """The result of a run.
+    """The result of a run: its summary (JSON values), the signal that interrupted it, or None.
 
-    Attributes:
-        summary: JSON values; `status` is "done" or "interrupted".
-        signal: the signal that interrupted it, or None.
-        already_finished: whether there was nothing left to do.
+    `already_finished`: there was nothing left to do. `summary["status"]` is "done" or "interrupted".
     """
 
     summary: dict[str, Any]
@@ -365,14 +362,9 @@ def _finished(folder: RunFolder, steps: int | None) -> TrainingOutcome | None:
 
 
 def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[LanguageModel, Tokenizer]:
-    """Return the model of a run's folder, in eval mode, and its tokenizer.
+    """Return the model of a run's folder, in eval mode on `device` (the CPU), and its tokenizer.
 
-    Args:
-        out: the folder. Of an unfinished run the last checkpoint is read.
-        device: of the parameters; None for the CPU.
-
-    Raises:
-        FormatError: there is no model, or a file is damaged or of another shape.
+    Of an unfinished run the last checkpoint is read. FormatError: no model, or a damaged file or one of another shape.
     """
     folder, place = RunFolder(Path(out)), _torch_device("cpu" if device is None else device)
     shape = _stored_shape(folder, folder.read_config())
@@ -400,14 +392,8 @@ def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[La
 def export_run(run: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Write a run's model and tokenizer in the format of transformers, which gives the same tokens and logits.
 
-    Args:
-        run: the run's folder.
-        out: folder; created if absent. A model in it is replaced.
-
-    Raises:
-        FormatError: as `load_run`.
-        UnsupportedCase: the model is a CharRNN, which transformers does not have.
-        OSError: the folder cannot be written.
+    A model in the folder `out` is replaced. Raises FormatError as `load_run`, UnsupportedCase for a CharRNN, which
+    transformers does not have, and OSError where the folder cannot be written.
     """
     if hugging_face.is_run(out):
         raise ConfigError(f"{out} is the folder of a run: export into another one")

@@ -34,13 +34,9 @@ Loss = str | Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The loss and metrics on held-out data.
+    """The mean loss and metrics over the `rows` of held-out data after `step` steps.
 
-    Attributes:
-        step: number of completed steps.
-        loss: mean over the rows; cross entropy: over the targets other than -100.
-        rows: number of rows.
-        metrics: other means over the rows, by name; accuracy: over the targets other than -100.
+    Cross entropy and accuracy are means over the targets other than -100.
     """
 
     step: int

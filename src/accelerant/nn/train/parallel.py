@@ -1,12 +1,9 @@
 """Data parallel training: gradients summed over the processes of torch.distributed while the backward pass runs.
 
 Buckets of gradients are summed in the order in which the backward pass finishes them, so that all but the last one
-overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2): by copy engines between the GPUs of one host
-(accelerant.runtime.processes), else by torch's all_reduce. TrainStep (step.py) captures them inside its CUDA graph.
-
-The largest gradient, of an embedding tied to the output layer, would be the last. Its part from the output layer is
-complete first, and is the first bucket; rows that the embedding has looked up are gathered from all processes at the
-end.
+overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2). The largest gradient, of an embedding tied to the output
+layer, would be the last: its part from the output layer is the first bucket, and the rows that the embedding has looked
+up are gathered at the end.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """One optimizer step as one call: forward, backward, clipping and update; on a GPU as one CUDA graph.
 
-    step = TrainStep(model, optimizer, model.loss, max_grad_norm=1.0, precision=torch.bfloat16)
-    for number, batch in enumerate(batches):
-        result = step([batch], learning_rate(number))
-    float(result.loss)                               # waits for the device
-
-A step of a small model launches hundreds of kernels, each shorter than its launch takes on the host. With a graph the
-device launches them. The first steps run eagerly, because they compile kernels and create optimizer state; the next one
-is captured, and all later ones are replays over the same memory.
+The first steps run eagerly, because they compile kernels and create optimizer state; the next one is captured, and all
+later ones are replays over the same memory.
 """
 
 from __future__ import annotations
@@ -173,9 +167,8 @@ class GraphedStep:
 class StepResult(NamedTuple):
     """The result of a step: float32 scalars on the device, in memory that no later step writes.
 
-    Attributes:
-        loss: the mean over the batches of the step, of all processes.
-        grad_norm: Euclidean norm of all gradients, before clipping; not finite if the step was skipped (see LossScale).
+    `loss` is the mean over the step's batches in all processes; `grad_norm` is before clipping, and not finite if the
+    step was skipped (see LossScale).
     """
 
     loss: Tensor
@@ -186,12 +179,8 @@ class LossScale:
     """The factor of the loss in float16, which keeps small gradients above float16's smallest numbers.
 
     A step whose gradients are not finite changes nothing and halves the factor; after `interval` other steps in a row
-    it doubles. All of this happens on the device, in a captured step too. Source: Micikevicius et al. 2018,
-    arXiv:1710.03740, section 3.2, with the constants of torch.amp.GradScaler.
-
-    Attributes:
-        value: the factor of the next step, a float32 scalar on the device.
-        good_steps, skipped: int32 scalars, steps since its last change, and steps that changed nothing.
+    it doubles. All of this happens on the device, where `value`, `good_steps` (since the last change) and `skipped`
+    are. Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the constants of torch.amp.GradScaler.
     """
 
     SMALLEST = 2.0**-16
@@ -371,15 +360,10 @@ class TrainStep(GraphedStep):
         return 0 if self._reduction is None else self._reduction.row_bytes
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """Do one step; nothing waits for the device.
+        """Do one step on `accumulate` batches, each the arguments of the loss; nothing waits for the device.
 
-        Args:
-            batches: `accumulate` batches, each the arguments of the loss; copied to the device if necessary.
-            learning_rate: of this step, for all groups.
-
-        Raises:
-            ConfigError: another number of batches, or a learning rate that is negative or NaN.
-            ShapeError: the loss is no scalar.
+        Raises ConfigError for another number of batches or a learning rate that is negative or NaN, and ShapeError if
+        the loss is no scalar.
         """
         if len(batches) != self.accumulate:
             raise ConfigError(f"a step takes {self.accumulate} batches, got {len(batches)}")

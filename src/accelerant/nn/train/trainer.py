@@ -1,10 +1,6 @@
 """Training of any module: `Trainer`, and `fit`, its short form.
 
-    history = fit(model, x, y, TrainConfig(epochs=5, learning_rate=3e-3), validation=(x_test, y_test))
-    print(history)
-
-A `Source` (data.py) gives the batches, a `TrainStep` (step.py) does a step. `accelerant train` runs on the Trainer, too
-(job.py).
+A `Source` (data.py) gives the batches, a `TrainStep` (step.py) does a step; `accelerant train` (job.py) runs on it.
 """
 
 from __future__ import annotations
@@ -253,17 +249,11 @@ class Trainer:
         self, source: Source, held_out: Source | None = None, *, out: Path | None = None, resume: bool = False,
         fingerprint: str = "", evaluate_at: Collection[int] | None = None,
     ) -> History:  # fmt: skip
-        """Train on a source: what `fit` does once it has its data and the lock of its folder.
+        """Train on a source: what `fit` does once it has its data and the lock of its folder; raises as `fit`.
 
-        Args:
-            source, held_out: training and evaluation data.
-            out: folder for checkpoints and metrics; None to write nothing.
-            resume: whether to start from the newest intact checkpoint in the folder.
-            fingerprint: of the data; by default the source's.
-            evaluate_at: completed steps at which to evaluate; by default the config's.
-
-        Returns:
-            The history; after SIGINT or SIGTERM with a checkpoint written. Raises as `fit`.
+        `out` is the folder for checkpoints and metrics, None to write nothing; `fingerprint` is the data's, by default
+        the source's; `evaluate_at` has the completed steps at which to evaluate. After SIGINT or SIGTERM a checkpoint
+        is written.
         """
         self.stopping = ""
         run = TrainingRun(self, source, held_out, out, fingerprint or source.fingerprint(), evaluate_at)
