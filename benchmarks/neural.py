@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accelerant.bench.suites.neural import NeuralSuite
-from accelerant.bench.suites.neural_cases import Libraries
+from accelerant.bench.neural import NeuralSuite
+from accelerant.bench.neural_cases import Libraries
 from accelerant.cli.bench import run_command
 from accelerant.errors import UnsupportedCase
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from accelerant import ops
+from accelerant.bench import algebra
+from accelerant.bench.neural_cases import OpCase, Oracle, as_tuple, call_of, for_cpu, leaves_of
 from accelerant.bench.record import OURS, Row, failure_note
+from accelerant.bench.runtime import Task, compile_first, compiling, measure_quietly
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
-from accelerant.bench.suites import algebra
-from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, for_cpu, leaves_of
-from accelerant.bench.suites.runtime import Task, compile_first, compiling, measure_quietly
 from accelerant.bench.timer import (
     Timing,
     back_to_back_ms,

@@ -40,9 +40,9 @@ from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import dtype_of
 from accelerant.algebra.ntt.plan import bit_reversed, ntt_reference
+from accelerant.bench.neural_cases import parse_sizes
 from accelerant.bench.record import NAIVE, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.suites.neural_cases import parse_sizes
 from accelerant.bench.timer import Timing, back_to_back_ms, back_to_back_times_ms, threads_text, time_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import commands
-from accelerant.bench.compare import Floor, check_floors, floors_text, read_floors
 from accelerant.bench.record import BenchmarkRecord, Environment, Row
+from accelerant.bench.report import Floor, check_floors, floors_text, read_floors
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 

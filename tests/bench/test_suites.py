@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench import BenchmarkRecord, Environment, Row, timer
+from accelerant.bench import BenchmarkRecord, Environment, Row, algebra, neural, runtime, timer
+from accelerant.bench.algebra import AlgebraSuite
+from accelerant.bench.runtime import BandwidthSuite, RuntimeSuite
 from accelerant.bench.suite import SuiteCase, SuiteRun, measure_cases, run_suite, same_on_cpu
-from accelerant.bench.suites import algebra, neural, runtime
-from accelerant.bench.suites.algebra import AlgebraSuite
-from accelerant.bench.suites.runtime import BandwidthSuite, RuntimeSuite
 from accelerant.bench.timer import cpu_time_ms
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, SampleInput

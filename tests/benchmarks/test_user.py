@@ -6,9 +6,8 @@ import pytest
 import torch.nn.functional as F
 
 import accelerant.ops
-from accelerant.bench import BenchmarkRecord, Environment, Row
+from accelerant.bench import BenchmarkRecord, Environment, Row, algebra
 from accelerant.bench.suite import SuiteRun, run_suite
-from accelerant.bench.suites import algebra
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import SampleInput, Subject
@@ -108,7 +107,7 @@ def test_texts_choose_cases_and_the_rows_of_a_baseline(cpu):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_after_caches_are_filled_in_processes(cpu, tiny, tmp_path, capsys, monkeypatch):
-    from accelerant.bench.suites import runtime
+    from accelerant.bench import runtime
 
     groups = []
 

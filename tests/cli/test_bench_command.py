@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import commands
-from accelerant.bench import BenchmarkRecord
-from accelerant.bench.suites import algebra, runtime
-from accelerant.bench.suites.algebra import AlgebraSuite
-from accelerant.bench.suites.neural import NeuralSuite
-from accelerant.bench.suites.runtime import BandwidthSuite, RuntimeSuite
+from accelerant.bench import BenchmarkRecord, algebra, runtime
+from accelerant.bench.algebra import AlgebraSuite
+from accelerant.bench.neural import NeuralSuite
+from accelerant.bench.runtime import BandwidthSuite, RuntimeSuite
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 

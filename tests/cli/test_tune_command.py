@@ -7,7 +7,7 @@ import re
 import pytest
 
 import commands
-from accelerant.bench import tuning
+from accelerant.bench import neural
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_no_results_are_said_to_be_none_and_how_to_make_them(cache, capsys):
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(cache, capsys, monkeypatch):
-    monkeypatch.setattr(tuning, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
+    monkeypatch.setattr(neural, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
     (cache / "file").write_text("in the way")
     assert status("--op", "relu", "--out", str(cache / "file" / "table.json")) == 2
     assert f"--out: {cache}/file/table.json cannot be written" in capsys.readouterr().err
@@ -60,16 +60,16 @@ def test_wrong_usage_exits_2(cache, capsys, arguments, message):
 @pytest.mark.slow
 def test_the_table_is_written_after_each_op(cache, monkeypatch):
     """A run that is killed has the ops before the one it was at."""
-    from accelerant.bench import tuning
+    from accelerant.bench import neural
 
     path, seen = cache / "table.json", []
-    met = tuning._tuned
+    met = neural._tuned
 
     def tuned(name, *rest):
         seen.append((name, path.exists()))
         return met(name, *rest)
 
-    monkeypatch.setattr(tuning, "_tuned", tuned)
+    monkeypatch.setattr(neural, "_tuned", tuned)
     arguments = ("--op", "relu", "--op", "dropout", "--dtype", "float32", "--no-launches", "--out", str(path))
     assert status(*arguments) == 0
     assert [there for name, there in seen if name == "relu"] == [False] * 5  # three sizes, and two odd ones
@@ -93,7 +93,7 @@ def test_a_time_limit_ends_the_run_and_the_table_keeps_what_it_had(cache, capsys
 
 
 def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(cache, capsys, monkeypatch):
-    monkeypatch.setattr(tuning, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
+    monkeypatch.setattr(neural, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
     path = cache / "table.json"
     path.write_text("[]")
     assert status("--op", "relu", "--out", str(path), "--max-seconds", "9") == 2
@@ -108,7 +108,7 @@ def test_progress_says_how_much_is_left(cache):
     from accelerant.runtime import registry
 
     said = []
-    calls = tuning.tune_ops(registry.find_device("cpu"), names=["relu"], launches=False, progress=said.append)
-    assert len(list(calls)) == tuning.count_calls(["relu"], [torch.bfloat16, torch.float32]) == 10
+    calls = neural.tune_ops(registry.find_device("cpu"), names=["relu"], launches=False, progress=said.append)
+    assert len(list(calls)) == neural.count_calls(["relu"], [torch.bfloat16, torch.float32]) == 10
     assert said[0].startswith("[1/10] relu ")
     assert said[-1].startswith("[10/10, about ")

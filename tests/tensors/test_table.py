@@ -11,7 +11,7 @@ from accelerant.tensors import (
     kernels,  # noqa: F401  it fills the table
     tensor_device,
 )
-from accelerant.tensors.dispatch import TABLE, aten
+from accelerant.tensors.tensor import TABLE, aten
 
 X, Y = torch.manual_seed(0) and torch.randn(3, 5), torch.randn(3, 5)
 POSITIVE, BOOLS, INTS = X.abs() + 0.1, torch.randn(3, 5) > 0, torch.randint(-4, 5, (3, 5))

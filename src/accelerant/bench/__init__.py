@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from accelerant._renamed import renamed_names
-from accelerant.bench.compare import Comparison, compare
 from accelerant.bench.record import BenchmarkRecord, Environment, Row
+from accelerant.bench.report import Comparison, compare
 from accelerant.bench.timer import Timing, host_time_us, time_ms, wall_ms
 
 __all__ = [

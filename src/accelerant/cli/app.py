@@ -39,15 +39,9 @@ COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names}
 """Command or group of commands -> its panel on the page of help."""
 
 _MODULES = {
-    "serve": "service",
-    "keys": "service",
-    "jobs": "service",
-    "top": "devices",
-    "sample": "generate",
-    "profile": "tune",
-    "data": "runs",
-    "compile": "cache",
-}
+    "serve": "service", "keys": "service", "jobs": "service", "top": "devices", "doctor": "devices",
+    "sample": "generate", "profile": "tune", "data": "runs", "compile": "cache",
+}  # fmt: skip
 """Command -> its module, where that has another name; a module has the command as the attribute of this name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

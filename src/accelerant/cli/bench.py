@@ -28,15 +28,15 @@ from accelerant.errors import AccelerantError, ConfigError, FormatError
 from accelerant.runtime.files import escaped, write_atomic
 
 if TYPE_CHECKING:
-    from accelerant.bench.compare import Comparison
     from accelerant.bench.record import BenchmarkRecord
+    from accelerant.bench.report import Comparison
     from accelerant.bench.suite import Suite
 
 _SUITES = {
-    "neural": "accelerant.bench.suites.neural:NeuralSuite",
-    "algebra": "accelerant.bench.suites.algebra:AlgebraSuite",
-    "runtime": "accelerant.bench.suites.runtime:RuntimeSuite",
-    "bandwidth": "accelerant.bench.suites.runtime:BandwidthSuite",
+    "neural": "accelerant.bench.neural:NeuralSuite",
+    "algebra": "accelerant.bench.algebra:AlgebraSuite",
+    "runtime": "accelerant.bench.runtime:RuntimeSuite",
+    "bandwidth": "accelerant.bench.runtime:BandwidthSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
@@ -193,8 +193,8 @@ class _RunOptions:
     def run(self, suites: Sequence[Suite], name: str = "") -> None:
         """Check the options, measure, print and write the results, and exit; `name` is that of an only suite."""
         from accelerant import Accelerator
-        from accelerant.bench.compare import compare
         from accelerant.bench.record import BenchmarkRecord, Environment, Journal
+        from accelerant.bench.report import compare
         from accelerant.bench.suite import SuiteRun, collect
         from accelerant.runtime import registry
 
@@ -267,8 +267,8 @@ class _RunOptions:
         return out, csv, report, journal
 
     def _baseline(self, device: str) -> BenchmarkRecord | None:
-        from accelerant.bench.compare import check_comparable
         from accelerant.bench.record import BenchmarkRecord
+        from accelerant.bench.report import check_comparable
 
         if self.compare is None:
             return None
@@ -343,8 +343,8 @@ def compare_records(
     record: Annotated[Path, typer.Argument(help="The record to judge, of the same device.")],
 ) -> None:
     """Compare two records; exit 1 where a row of the second is slower or missing."""
-    from accelerant.bench.compare import compare
     from accelerant.bench.record import BenchmarkRecord
+    from accelerant.bench.report import compare
 
     comparison = compare(BenchmarkRecord.load(baseline), BenchmarkRecord.load(record))
     print(_lines(comparison.table()))
@@ -370,8 +370,8 @@ def check(
     json_output: _Json = False,
 ) -> None:
     """Check records, or the ops on this device now, against floors. Exit 1 with a table of what is below."""
-    from accelerant.bench.compare import check_floors, floors_text, read_floors
     from accelerant.bench.record import BenchmarkRecord
+    from accelerant.bench.report import check_floors, floors_text, read_floors
     from accelerant.bench.subjects import OPS
     from accelerant.bench.suite import check_names
     from accelerant.runtime import registry
@@ -410,9 +410,9 @@ def _measured(
     ops: tuple[str, ...], device: str, budget_s: float, max_seconds: float | None
 ) -> tuple[BenchmarkRecord, bool]:
     """Measure ops and torch's; return the record, and whether a case failed."""
+    from accelerant.bench.neural import NeuralSuite
     from accelerant.bench.record import BenchmarkRecord, Environment
     from accelerant.bench.suite import SuiteRun, collect
-    from accelerant.bench.suites.neural import NeuralSuite
     from accelerant.runtime import registry
 
     chosen, show = registry.find_device(device, torch_tensors=True), ProgressLine()

@@ -26,7 +26,7 @@ from accelerant.runtime.files import decode_json, escaped, plain, read_regular, 
 if TYPE_CHECKING:
     import torch
 
-    from accelerant.bench.tuning import TuneResult
+    from accelerant.bench.neural import TuneResult
     from accelerant.runtime.dispatch.choice_store import CandidateTimes
 
 _EXAMPLES = """\
@@ -68,9 +68,9 @@ def tune(
     """Race the implementations of the ops and tune their launches on this device; the results are kept on disk."""
     import torch
 
+    from accelerant.bench.neural import count_calls, tune_ops
     from accelerant.bench.subjects import OPS
     from accelerant.bench.suite import check_names, dtypes_named
-    from accelerant.bench.tuning import count_calls, tune_ops
     from accelerant.runtime import registry
     from accelerant.runtime.dispatch.choice_store import choices
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.tensors.dispatch import TABLE, aten, register
 from accelerant.tensors.table import (
     dim_of,
     elementwise,
@@ -22,7 +21,7 @@ from accelerant.tensors.table import (
     strided,
     vector,
 )
-from accelerant.tensors.tensor import SEVERAL, DeviceTensor, TensorDevice
+from accelerant.tensors.tensor import SEVERAL, TABLE, DeviceTensor, TensorDevice, aten, register
 
 
 def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool = False, **_: Any) -> Any:

@@ -17,9 +17,8 @@ from torch._decomp import decomposition_table
 from accelerant.config import settings
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.tensors import table
-from accelerant.tensors.dispatch import aten, note_fallback, register
 from accelerant.tensors.table import dim_of, elementwise, expression, operand, reduction, strided, wide
-from accelerant.tensors.tensor import DeviceTensor, TensorDevice
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice, aten, note_fallback, register
 
 # --- matrix products -------------------------------------------------------------------------------------------------
 

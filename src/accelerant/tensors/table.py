@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.tensors.dispatch import register
-from accelerant.tensors.tensor import DeviceTensor, TensorDevice, span
+from accelerant.tensors.tensor import DeviceTensor, TensorDevice, register, span
 
 # --- operands --------------------------------------------------------------------------------------------------------
 

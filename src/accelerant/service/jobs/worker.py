@@ -30,9 +30,9 @@ from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.runtime import registry
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
-from accelerant.service.child import ChildEnd, child_arguments
 from accelerant.service.errors import Cancelled, DeadlineExceeded
 from accelerant.service.jobs import wire
+from accelerant.service.jobs.queue import ChildEnd, child_arguments
 
 if TYPE_CHECKING:
     from accelerant.service.operations import OpSpec

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.algebra.field.program import field_add_source
+from accelerant.bench.neural_cases import OpCase, PlannedCase, call_of, runners_of
 from accelerant.bench.record import DEVICE, OURS, BenchmarkRecord, Environment, Row, environment_variable
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
-from accelerant.bench.suites.neural_cases import OpCase, PlannedCase, call_of, runners_of
 from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_time_us, measure_link, time_ms, wall_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError
@@ -401,7 +401,7 @@ _POLL_S = 0.5
 _START_METHODS = [name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods()]
 """Quicker first. A driver that is running does not survive a plain fork."""
 
-_PRELOADED = ["accelerant.bench.suites.precompile", "torch._dynamo", "torch._inductor.compile_fx"]
+_PRELOADED = ["accelerant.bench.precompile", "torch._dynamo", "torch._inductor.compile_fx"]
 """Imported once, in the server process that the others are forked from: 14 simultaneous imports take half a minute."""
 
 
