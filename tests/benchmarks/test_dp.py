@@ -26,11 +26,6 @@ CPU = torch.device("cpu")
 SHAPE = "4x8 2 layers of 16, untied, float32"
 
 
-@pytest.fixture
-def cpu():
-    return registry.find_device("cpu")
-
-
 def measured(device, **options):
     options = {"layers": 2, "width": 16, "vocab": 50, "budget_s": 0.0, **options}
     record = BenchmarkRecord(Environment.of(device), ceilings={"copy GB/s": 1.0, "matmul TFLOP/s": 1.0})

@@ -19,11 +19,6 @@ from benchmarks.loop_cells import DYNAMIC, FAMILIES, LOOPS, Cell
 from benchmarks.loops import LoopsSuite
 
 
-@pytest.fixture
-def cpu():
-    return registry.find_device("cpu")
-
-
 def status(*arguments):
     with pytest.raises(SystemExit) as exit_:
         run_command(LoopsSuite, ["--device", "cpu", "--json", *arguments])

@@ -23,11 +23,6 @@ from requirements import require_module
 
 
 @pytest.fixture
-def cpu():
-    return registry.find_device("cpu")
-
-
-@pytest.fixture
 def small(monkeypatch):
     monkeypatch.setitem(MODELS, "0.5M", GPTConfig(64, 8, 1, 2, 16))
     monkeypatch.setattr(SuiteRun, "require_ceiling", lambda self, kind, budget_s=0.0: None)

@@ -17,11 +17,6 @@ from benchmarks.user import UserSuite
 
 
 @pytest.fixture
-def cpu():
-    return registry.find_device("cpu")
-
-
-@pytest.fixture
 def tiny(monkeypatch):
     """A row of gelu, and one attention."""
     attention = ("attention", SampleInput("x", ((1, 1, 8, 8),) * 3, {}), False)

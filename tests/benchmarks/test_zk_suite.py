@@ -37,11 +37,6 @@ SMALL = (
 
 
 @pytest.fixture
-def cpu():
-    return registry.find_device("cpu")
-
-
-@pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(suite, "CPU_CASES", SMALL)
     monkeypatch.setattr(suite, "_FIRST_CALLS", 1)

@@ -4,6 +4,9 @@ import random
 import pytest
 import torch
 
+from accelerant.runtime import registry
+from requirements import require_backend
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
@@ -20,3 +23,9 @@ def pytest_runtest_call(item):
 def fixed_entropy(monkeypatch):
     """The operating system's entropy, the same each time: keys, seeds and draws of the test are fixed."""
     monkeypatch.setattr(os, "urandom", random.Random(0).randbytes)
+
+
+@pytest.fixture
+def opencl():
+    """The portable kernels' provider; where CI=true it must be there."""
+    return registry.create(require_backend("opencl"))

@@ -15,11 +15,6 @@ from accelerant.privacy.dp.clipping import PerExampleClipper
 modes = pytest.mark.parametrize("norms", MODES)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def small():
     """Every kind of piece: rows, a lookup, formed gradients."""
     return Chain(nn.Embedding(7, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv1d(3, 2, 2)).double()

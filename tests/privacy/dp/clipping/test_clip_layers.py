@@ -16,11 +16,6 @@ quick = settings(max_examples=8, deadline=None, derandomize=True)
 few = st.integers(1, 6)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.sample(3)
 @dtypes
 @modes

@@ -9,11 +9,6 @@ modes = pytest.mark.parametrize("norms", MODES)
 V = 13
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def tokens(B, T):
     return [torch.randint(V, (B, T)), torch.randint(V, (B, T))]
 

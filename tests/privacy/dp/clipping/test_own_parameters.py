@@ -16,11 +16,6 @@ from accelerant.privacy import dp
 from accelerant.privacy.dp.clipping import PerExampleClipper
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def module(forward, layers=None, **parameters):
     """A module with such parameters and layers, whose forward is a function of itself and the input."""
 
