@@ -11,11 +11,13 @@ from functools import partial
 import patch_models
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
+from accelerant.config import override
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn.patching import capture, graphs
 from accelerant.nn.patching.buckets import NotYet
@@ -963,6 +965,33 @@ def test_hooks_and_caches_run_eagerly(model):
     with pytest.warns(FallbackWarning, match="its output contains a DynamicCache"):
         model(input_ids=ids(), labels=ids(), use_cache=True)
     assert not report.graphs["replayed"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_states_and_cache_of_texts_of_varying_lengths(family):
+    """As of a model that embeds texts: its cache is the caller's, who may go on with it."""
+    patched = patch_models.make(family).base_model.eval()
+    plain = copy.deepcopy(patched)
+    with override(race="off"), torch.no_grad():
+        report = acl.nn.patch(patched)
+        for step in range(12):
+            inputs = {"input_ids": patch_models.batch(family, B=3, S=9 + step % 5, seed=step)["input_ids"]}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            inputs["attention_mask"][0, -3:] = 0
+            wanted, found = plain(**inputs), patched(**inputs)
+            caches = wanted.past_key_values, found.past_key_values
+            torch.testing.assert_close(found.last_hidden_state, wanted.last_hidden_state, rtol=1e-4, atol=1e-5)
+            for one, other in zip(*[cache.layers for cache in caches], strict=True):
+                assert vars(one).keys() == vars(other).keys()
+                torch.testing.assert_close((other.keys, other.values), (one.keys, one.values), rtol=1e-4, atol=1e-5)
+            mask = F.pad(inputs["attention_mask"], (0, 1), value=1)
+            nexts = [
+                each(input_ids=inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache).last_hidden_state
+                for each, cache in zip((plain, patched), caches, strict=True)
+            ]
+            torch.testing.assert_close(*nexts, rtol=1e-4, atol=1e-5)
+    assert report.graphs["captured"] > 1
+    assert report.graphs["replayed"] > 6
 
 
 def test_unpatch_restores_the_forward(model):

@@ -6,6 +6,7 @@ hooks, DDP's too. A second backward pass, or one that is differentiated, runs th
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -585,19 +586,58 @@ def flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], A
     """Return the tensors of a model's output, and the function that makes an output of others."""
     make, tree = getattr(result, "__dict__", {}).get(PARTS, (None, result))
     leaves, spec = pytree.tree_flatten(tree)
+    tensors, makers = list[Tensor](), list[Callable[[Iterator[Tensor]], Any]]()
     for leaf in leaves:
-        if not isinstance(leaf, Tensor | bool | int | float | str | None):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            makers.append(next)
+        elif isinstance(leaf, bool | int | float | str | None):
+            makers.append(partial(_constant, leaf))
+        elif (parts := _parts_of_cache(leaf)) is not None:
+            tensors += parts[0]
+            makers.append(parts[1])
+        else:
             raise Reason(f"its output contains a {type(leaf).__name__} (use_cache=False leaves out a cache)")
 
     unflatten = _maker(tree, leaves) or partial(pytree.tree_unflatten, treespec=spec)
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         remaining = iter(tensors)
-        made = unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in constants])
+        made = unflatten([each(remaining) for each in makers])
         return made if make is None else make(made)
 
-    constants = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], rebuild
+    return tensors, rebuild
+
+
+def _constant(value: Any, _: Iterator[Tensor]) -> Any:
+    return value
+
+
+def _parts_of_cache(cache: Any) -> tuple[list[Tensor], Callable[[Iterator[Tensor]], Any]] | None:
+    """Return the keys and values of a call that adds to no cache, and what makes one of others; None for other caches.
+
+    With gradients its tensors would have a history.
+    """
+    layers: Any = getattr(cache, "layers", None) or ()
+    kinds = [type(cache).__name__, *{type(each).__name__ for each in layers}]
+    if torch.is_grad_enabled() or kinds != ["DynamicCache", "DynamicLayer"] or getattr(cache, "offloading", False):
+        return None
+    tensors, bare = [x for each in layers for x in (each.keys, each.values)], [copy.copy(each) for each in layers]
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return None
+    for each in bare:
+        each.keys = each.values = None
+    empty = copy.copy(cache)
+    empty.layers = bare
+
+    def make(tensors: Iterator[Tensor]) -> Any:
+        made = copy.copy(empty)
+        made.layers = [copy.copy(each) for each in bare]
+        for each in made.layers:
+            each.keys, each.values = next(tensors), next(tensors)
+        return made
+
+    return tensors, make
 
 
 def _maker(output: Any, leaves: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
