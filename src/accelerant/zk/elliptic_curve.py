@@ -1,8 +1,7 @@
 """Elliptic curves for users: arrays of points on the CPU, CUDA and OpenCL, and products of pairings.
 
-A point is an array of affine canonical words, (2, limbs), x then y, or (2, 2, limbs) where coordinates are pairs
-c0 + c1 u, c0 first; infinity is all zeros. Arrays may have any leading dimensions. In Python a point is (x, y) with
-integer coordinates or pairs of them, or None or all zeros for infinity; a list of points is an array.
+Points are affine canonical words, (..., 2, limbs), or (..., 2, 2, limbs) where coordinates are pairs, infinity all
+zeros; or in Python (x, y), None for infinity.
 """
 
 from __future__ import annotations

@@ -257,8 +257,7 @@ def run_sums(
 ) -> Words:
     """Return the sums for rows of scalars, (b, *shape) on the host, Montgomery form; recorded in the ledger.
 
-    `start` computes or starts a sum. `check` returns the error of invalid scalars, which is raised; it is called once
-    all sums are started, since it may wait for the device.
+    `check` returns the error of invalid scalars, which is raised once all sums are started.
     """
     n = int(rows[0].shape[0]) if rows else 0
     with RecordedLaunch(msm_record(space, curve, n, len(rows)), space.provider, space.index):

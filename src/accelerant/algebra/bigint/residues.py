@@ -5,12 +5,7 @@ memory, and `DevicePairs` there numbers modulo a square, whose powers cost half 
 memory accesses of a power depend only on the sizes of modulus and exponent: GMP's mpz_powm_sec here, a full scan of the
 window's table on devices. All else takes a time that depends on the numbers. This code has not been audited.
 
-On devices numbers have `limbs` words of 32 bits, a multiple of 16 that the modulus determines; a program is compiled
-for each number of limbs and serves every modulus of that size.
-
-    x = DevicePairs.of_words(words, p, space)       words of any length, modulo p^2
-    y = x.power(p - 1, secret=True)
-    high = y.times(3, plain=True).half(1)           of y * 3 = low + high p: words of high
+On devices numbers have `limbs` words of 32 bits, a multiple of 16; a program serves every modulus of that many.
 """
 
 from __future__ import annotations

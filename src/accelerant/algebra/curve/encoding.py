@@ -16,8 +16,7 @@ commit 186d567), since there is no third spare bit: 0x00 uncompressed, 0x40 comp
 the smaller root, 0xc0 with the larger one; an uncompressed infinity is all zeros. The larger of y and -y is the one
 with the larger c1, or c0 where c1 is zero.
 
-Input is untrusted. Coefficients that are not reduced, and wrong flags and padding, are refused; whether points are on
-the curve and in the subgroup is for the caller to check (launch.first_off). Not constant-time.
+Input is untrusted, and checked but for points off the curve or the subgroup (launch.first_off). Not constant-time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The curve kernels in C, and launches of every dialect on arrays of points, recorded in the ledger.
 
-kernel.c, point.h and complete.h serve G1 and G2: COORD in them is the prefix of the coordinates' field, which is the
-base field itself (BASE) or its quadratic extension (quadratic.h). Dialects are those of algebra/field/program.py;
-llvm_kernels.py builds "llvm". A program contains one curve, and usually one entry. Point arithmetic is large: loops are
-not unrolled, and products of coordinates are function calls (COORD_MUL), so that NVRTC takes 0.5 to 2 s for an entry,
-not minutes. A call costs some 60 instructions in addition to the 400 and more of a product.
-
-Points are words (n, *curve.shape) in one of the memory spaces of algebra.field: contiguous, affine, in Montgomery form,
-infinity all zeros, and on the curve unless a function tests that. Scalars are (n, 4) words, any number below 2^256.
+kernel.c, point.h and complete.h serve G1 and G2: COORD in them is the prefix of the coordinates' field, the base field
+(BASE) or its quadratic extension (quadratic.h). A program contains one curve, and usually one entry; products of
+coordinates are function calls (COORD_MUL), so that NVRTC takes seconds, not minutes. Points are words (n,
+*curve.shape): contiguous, affine, Montgomery form, infinity all zeros. Scalars are (n, 4) words, any number below
+2^256.
 """
 
 from __future__ import annotations
@@ -160,17 +157,12 @@ def _first_out_of_subgroup(curve: Curve[Any], x: _Points) -> int | None:
 def _all_in_subgroup(curve: Curve[Any], x: _Points) -> bool:
     """Return whether points (n, *shape) of a curve of odd order are in the subgroup; n is at least 1.
 
-    False is never wrong. True is wrong with probability at most 2^-64, whatever the points: 64 random subsets of them
-    are summed, and the sums are tested. Let P be a point out of the subgroup. Of a subset's sums without P and with P,
-    at most one is in the subgroup, since their difference is P. Each subset contains P with probability 1/2, whatever
-    else it contains and whatever the other subsets are. Thus each sum is in the subgroup with probability at most 1/2,
-    given the others, and all 64 are with probability at most 2^-64.
+    False is never wrong. True is wrong with probability at most 2^-64: of 64 random subsets the sums are tested. Let P
+    be a point out of the subgroup. Of a subset's sums without P and with P at most one is in the subgroup, and each has
+    probability 1/2, whatever else it contains. A single random combination would not do: P's part out of the subgroup
+    may have order 3.
 
-    A single combination with random coefficients would not do: P's part out of the subgroup may have order 3, as on
-    bls12_381_g1, and every third coefficient annihilates it.
-
-    The subsets are drawn from the system's entropy once the points are known. Each point gets rows of random digits of
-    b bits, and each bit is a subset: n + 2^(b + 1) additions give the sums of a row's b subsets.
+    Each point gets rows of random digits of b bits, and each bit is a subset: n + 2^(b + 1) additions give b sums.
     """
     bits = min(range(1, 17), key=lambda bits: -(-_COMBINATIONS // bits) * (len(x) + (2 << bits)))
     draws = np.frombuffer(os.urandom(2 * len(x) * -(-_COMBINATIONS // bits)), np.uint16).reshape(-1, len(x))

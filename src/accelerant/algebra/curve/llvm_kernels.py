@@ -162,8 +162,8 @@ def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
 def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
     """Append table[number], lane by lane: every entry is read whole, and masked.
 
-    The masks pass through volatile memory to hide them from LLVM, which would turn a select between a loaded value and
-    another into a masked load, which leaves the other lanes unread: the time could depend on the scalar.
+    The masks pass through volatile memory: LLVM would turn a select into a masked load, whose time depends on the
+    scalar.
     """
     code, number = k.code, k.packs.numbers
     limbs = 3 * k.degree * (k.packed.radix.bit_length() // _LIMB_BITS[k.packed.lanes])

@@ -46,9 +46,7 @@ _PAIR = "<2 x i64>"
 class Packs:
     """Loads, stores, masks and selections of packs of one element (a wide integer) or of eight in 52-bit limbs.
 
-    A pack of coordinates of points is not contiguous, and sums of buckets gather points by index. A mask has a bit for
-    each lane. Words of eight elements are moved two at a time: one register holds a pair of words of the lanes 0, 2, 4
-    and 6, one those of the odd lanes; unpacking them gives a register for each word.
+    A mask has a bit for each lane. Words of eight elements are moved two at a time and unpacked.
     """
 
     def __init__(self, packed: PackedField) -> None:
@@ -159,10 +157,8 @@ class Cell:
 class Elements:
     """Arithmetic and memory of coordinates, as instructions appended to a function.
 
-    `size` is bytes of an element in memory.
-
-    Products are calls of FIELD_mul_call and, over Fq2, of quadratic_mul, unless `calls` is False. With `call_sums` sums
-    and differences over Fq2 are calls too: a tenth slower, and half the time to compile.
+    `size` is bytes of an element in memory. Products are calls, unless `calls` is False. With `call_sums` sums and
+    differences over Fq2 are, too: slower, and compiled in half the time.
     """
 
     def __init__(

@@ -2,8 +2,7 @@
 
 The arithmetic is recorded once as tapes (tape.py) over the tower Fq2 = Fq[u] / (u^2 + 1), Fq6 = Fq2[v] / (v^3 - xi),
 Fq12 = Fq6[w] / (w^2 - v). Values equal those of the Python reference of the tests exactly, not up to a power. A pair
-with infinity in either group contributes 1. Not constant-time: a verifier's inputs are public. A product of four
-pairings is some 30,000 products in Fq and twice as many additions.
+with infinity contributes 1. Not constant-time.
 
 Miller loop. Pairs share the squarings; T has homogeneous coordinates (x = X/Z, y = Y/Z), lines are scaled by elements
 of Fq2, which the final exponentiation removes, and |6x + 2| (BN) or |x| (BLS12) has signed digits. Source of the

@@ -1,12 +1,7 @@
 """The table of curves, the registration of further ones, and endomorphisms for subgroup checks.
 
-    bn254       Barreto-Naehrig, y^2 = x^3 + 3; G2 on the twist y^2 = x^3 + 3 / (9 + u)     EIP-196, EIP-197
-    bls12_381   Barreto-Lynn-Scott, y^2 = x^3 + 4; G2 on the twist y^2 = x^3 + 4 (1 + u)    EIP-2537, ZCash
-
-The table states b, the twist's non-residue and kind, and the generators. Fields come from algebra/field/parameters.py;
-the family's parameter, the twists' b and the cofactors are derived. A curve is checked on first use: its generator lies
-on it and has order r. register_curve adds any other curve y^2 = x^3 + b over a prime field, register_family any other
-pairing-friendly curve of these two kinds.
+Each curve states b, the twist's non-residue and kind, and the generators; the rest is derived, and checked on first
+use: bn254 (EIP-196, EIP-197), y^2 = x^3 + 3, twisted by 9 + u; bls12_381 (EIP-2537), y^2 = x^3 + 4, twisted by 1 + u.
 """
 
 from __future__ import annotations

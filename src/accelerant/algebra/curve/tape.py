@@ -13,22 +13,14 @@ Segment, and a TapeProgram calls segments in sequence on different registers:
     program.call(step, point=q)
     tape = program.assemble()
 
-The registers of a program are the constants, the windows in the order of their allocation, and scratch. A segment names
-windows, and each call binds the names to registers that do not overlap. A segment reads all values as they were before
-the call, so it may write the registers it reads.
+The registers of a program are the constants, the windows in the order of their allocation, and scratch. A call binds a
+segment's names to registers that do not overlap; all values are read as they were before it. Recording drops unused
+values, shares common subexpressions and folds 0 and 1; instructions are ordered into long runs of one operation.
 
-Recording drops unused values, shares common subexpressions and folds 0 and 1. Instructions are ordered into long runs
-of one operation: the loop that executes them then has few unpredictable branches, and independent products overlap.
+    tape_run    (registers *u64, code *i32, schedule *i64, parts i64, words i64, n i64)        the CPU's kernel
 
-The CPU's kernel is one loop over instructions:
-
-    tape_run    (registers *u64, code *i32, schedule *i64, parts i64, words i64, n i64)
-
-Index i executes the parts of the code that the schedule lists, on the registers from word i `words` on. A register is
-an element in Montgomery form, R of algebra.field.program.montgomery_radix. Time depends on the tape only. An
-instruction loads three register offsets and two elements: some 2 ns in addition to a product's 20 to 40.
-
-Tapes are kept in the disk cache of kernels: recording those of a pairing takes 60 ms, reading them 1.
+Index i executes the parts of the code that the schedule lists, on the registers from word i `words` on, in Montgomery
+form. Time depends on the tape only. Tapes are kept in the disk cache of kernels.
 """
 
 from __future__ import annotations
@@ -452,9 +444,8 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 def cached(name: str, parameters: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
     """Return the tape that `make` records, from the disk if it is there.
 
-    It depends on the name, the parameters and the code in SOURCES only. An entry is a line of JSON, then the tape's
-    code and schedule as in memory. All of it is covered by the cache's checksum, and none is in the entry's report:
-    with another constant, a verifier would accept other proofs.
+    All of an entry, a line of JSON and the tape's arrays, is covered by the cache's checksum: with another constant, a
+    verifier would accept other proofs.
     """
     key = kernel_key(tape=builder_key(f"{name} {parameters}", *SOURCES), byteorder=sys.byteorder)
     binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")

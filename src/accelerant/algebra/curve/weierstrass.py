@@ -1,10 +1,7 @@
 """Curves y^2 = x^3 + b over a prime field Fq or over Fq2 = Fq[u] / (u^2 + 1), and their group law, on Python integers.
 
-An element of Fq is an int in [0, q); one of Fq2 is the pair (c0, c1) of c0 + c1 u. Methods take reduced elements and
-return reduced ones. Points are affine (x, y), None for infinity, or Jacobian (X, Y, Z) with x = X/Z^2, y = Y/Z^3 and Z
-= 0 for infinity. The group law, the oracle of the kernels, takes any two points of the curve, equal, opposite or
-infinite; callers check that they lie on it. Costs: M multiplications, S squarings, I inversions. Nothing here is
-constant-time, since Python integers are not.
+Elements are ints in [0, q), or pairs (c0, c1). Points are affine (x, y), None for infinity, or Jacobian (X, Y, Z) with
+x = X/Z^2, y = Y/Z^3 and Z = 0 for infinity. Not constant-time. Costs: M multiplications, S squarings, I inversions.
 
 Source: Bernstein and Lange, Explicit-Formulas Database, hyperelliptic.org/EFD, short Weierstrass curves, "jacobian-0",
 by the names in each function.
@@ -30,8 +27,6 @@ SCALAR_WORDS = 4
 
 class Coordinates(Protocol[E]):
     """The field of a curve's coordinates, Fq (degree 1) or Fq2 (2) over `base`.
-
-    Implementations name this class as their base.
 
     `times` multiplies by an integer (or an element of Fq). `inv` raises ZeroDivisionError for zero. `sqrt` returns None
     for an element that is not a square. `parts` are the coefficients over Fq, c0 first; `join` is its inverse.

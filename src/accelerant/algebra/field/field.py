@@ -526,9 +526,7 @@ def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
 def prime_field(name: str) -> PrimeField:
     """Return the field of a name: goldilocks, babybear, mersenne61, bn254_fr, _fq, bls12_381_fr, _fq, or registered.
 
-    A known modulus is a name, too.
-
-    ConfigError for another name lists the known ones.
+    A known modulus is a name, too. ConfigError for another name lists the known ones.
     """
     return _prime_field(field_of(name).name)
 

@@ -1,8 +1,7 @@
 """The table of prime fields, and the constants derived from it.
 
-A field is its modulus and a generator of its multiplicative group; the moduli of curves follow from the curve's
-parameter. Words, two-adicity, roots of unity and Montgomery constants are derived, so that no constant is typed twice.
-A field is checked when it is constructed.
+A field is its modulus and a generator of its multiplicative group; all else is derived. Moduli of curves follow from
+the curve's parameter:
 
     goldilocks      p = 2^64 - 2^32 + 1                            Hamburg 2015, eprint 2015/625, with phi = 2^32
     babybear        p = 15 2^27 + 1                                the largest prime below 2^31 with 2^27 | p - 1
@@ -26,8 +25,7 @@ from accelerant.runtime.files import clipped
 class Field:
     """A prime field: p = `modulus` is odd, and `generator`, of the multiplicative group, a quadratic non-residue.
 
-    A canonical element is `limbs` unsigned words of `word_bits`, 32 if p fits in them, else 64, the least significant
-    first.
+    An element is `limbs` unsigned words of `word_bits`, 32 if p fits in them, else 64, the least significant first.
     """
 
     name: str

@@ -6,8 +6,7 @@ babybear.h):
     portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
     cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
 
-FIELD in a file is replaced by a prefix, so that one program can contain several fields. WGSL has field.wgsl and a body
-for each entry; llvm_kernels.py builds the CPU's dialect.
+FIELD in a file is replaced by a prefix, so that one program can contain several fields. WGSL has field.wgsl.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _BY_SEVERAL = ("field_inv", "field_inv_montgomery")
 def entries(field: Field) -> dict[str, tuple[str, ...]]:
     """Return each entry point, as llvm_kernels.py defines them, and the types of its arguments.
 
-    Elements are canonical, or x R mod p in "montgomery" entries (R: montgomery_radix). An exponent is at least 0, in
-    64-bit words, the least significant first. It is public: the time depends on it, and on nothing else.
+    Elements are canonical, or x R mod p in "montgomery" entries. Exponents are public, in 64-bit words.
     """
     types = dict.fromkeys(("x", "y", "z", "partial"), f"*u{field.word_bits}") | {"exponent": "*u64", "first": "*i64"}
     return {f"field_{name}": tuple(types.get(a, "i64") for a in arguments) for name, (arguments, _) in ENTRIES.items()}
@@ -77,8 +75,8 @@ def montgomery_radix(field: Field) -> int:
 def kernel_source(field: Field, entry: str | None = None, checked: bool = False) -> KernelSource:
     """Return the field's functions on arrays, or only one of entries(field), which then also has the dialect "wgsl".
 
-    All of them take NVRTC seconds for several limbs. ConfigError for an unknown entry. `checked`, for elementwise
-    entries in C: a word follows the pointers, which is set to 1 where an element read is not below the modulus.
+    ConfigError for an unknown entry. `checked`, for elementwise entries in C: a word follows the pointers, which is set
+    to 1 where an element read is not below the modulus.
     """
     known = entries(field)
     if entry is not None and entry not in known:

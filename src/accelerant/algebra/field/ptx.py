@@ -14,9 +14,8 @@ A product x w by a constant, for which v = floor(w R / p) is known, needs no m: 
 q the upper half of x v. q is computed without the products x_j v_i of i + j < n - 2, so that x w - q p is below
 (1 + x / R + 2^-28) p. In the lower half products at limb n - 1 are low ones. For n = 8: 99 wide and 16 low products.
 
-Each operation is one asm statement that reads all its operands before it writes one, branches on nothing and has no
-effect but its result. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows; Shoup's product by a
-constant as in Harvey 2014, J. Symbolic Computation 60.
+Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows; Shoup's product by a constant as in Harvey
+2014, J. Symbolic Computation 60.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Multi-scalar multiplication on the CPU: buckets of signed digits, filled by affine additions with shared inversions.
 
 A task is a window (digit) of all scalars: its points are sorted by bucket, each bucket is summed in rounds of
-independent additions of 5M + 1S (llvm_kernels.py), and the buckets are weighted by running sums; Horner's rule
-combines the windows. With few points a task has several windows, so that rounds stay long. With more cores than
-windows, beyond 2^20 points, or with little memory, tasks are also split into ranges of points.
-
-Source: Pippenger's method as in Bernstein et al., eprint 2012/549; shared inversions as in eprint 2022/1400.
-Times depend on the scalars and points.
+independent additions (llvm_kernels.py), and the buckets are weighted by running sums; Horner's rule combines the
+windows. Source: Pippenger's method as in eprint 2012/549; shared inversions as in eprint 2022/1400.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Multi-scalar multiplication on a device with C kernels, by buckets: sort.c, bins.c, affine.c, accumulate.c, fold.c.
 
-The host launches kernels, and in the end combines the sums of windows; it need not wait in between (PendingMsm).
 device_plan.py divides a sum. Points of many sums are stored with their multiples by 2^(c w) (DeviceBases): then all
-windows fill one set of buckets, and one sum per bucket is left.
-
-On the device the sequential doublings of the last step would take longer than all sums of 2^16 points. The CPU kernel
-takes 0.1 ms for 254 bits, but LLVM and the kernel take 40 ms to load. Python integers take 1 to 4 ms and need no
-loading: they serve the first few sums of a process.
-
-Time and memory accesses depend on the scalars and the points.
+windows fill one set of buckets. Sums of windows are combined by the CPU's kernel, or, for the first few of a process,
+by Python, which loads nothing.
 
 Source: Bernstein et al., eprint 2012/549, after Pippenger, for the buckets; Brickell et al., EUROCRYPT 1992, for the
 multiples; Botrel and El Housni, eprint 2022/1400, for signed digits and XYZZ coordinates in buckets.
@@ -102,8 +96,8 @@ def start_msm(
 ) -> PendingMsm:
     """Launch the sum of scalars[i] points[i]: canonical words (n, 4) below the order, affine points, Montgomery form.
 
-    Host arrays are copied to the device in chunks by `load`, by default space.load, for which the host waits. The
-    scratch takes at most free_bytes, by default 0.8 of the free memory. `options` and errors are those of device_plan.
+    Host arrays are copied in chunks by `load`. The scratch takes at most free_bytes, by default 0.8 of the free memory.
+    `options` and errors are those of device_plan.
     """
     n = int(scalars.shape[0])
     if not n:
@@ -133,7 +127,7 @@ class DeviceBases:
         """Copy points to the device and compute their multiples; synchronizes, so that sums may use any stream.
 
         The multiples take at most free_bytes, by default half of the free memory. With keep_scratch sums must be
-        started in order, on one stream. Other arguments and errors are those of start_msm.
+        started in order, on one stream.
         """
         self.n = int(points.shape[0])
         self._space, self._curve = space, curve

@@ -1,14 +1,10 @@
 """The division of a multi-scalar multiplication on a device, its C kernels, and the launches that follow from it.
 
-A launch names its scratch arrays, so that the launches of sums of one size are computed once: the device waits until
-the first kernel starts. sort.c, bins.c, affine.c, accumulate.c and fold.c describe the kernels.
+A launch names its scratch arrays, so that the launches of sums of one size are computed once.
 
-Affine rounds. An affine addition takes 5M + 1S, 3M of which are its share of an inversion; an addition in XYZZ
-coordinates takes 8M + 2S. With r rounds a bucket of k points takes (1 - 2^-r) k additions of the first kind, (2^r - 1)
-/ 2 on average for the padding of its last unit, and k / 2^r of the second kind. An inversion by divsteps takes about 20
-us, in which its block idles; 64 threads and more share one, and each round waits for it once. Where points are
-gathered, products do not hide the memory accesses: BN254 loses 6 to 14% with any number of rounds, BLS12-381, whose
-products cost 2.2 times as much and its bytes 1.5 times, gains 6 to 9% at 2^22 points.
+Affine rounds. An affine addition takes 5M + 1S, 3M of which are its share of an inversion; one in XYZZ coordinates 8M +
+2S. With r rounds a bucket of k points takes (1 - 2^-r) k additions of the first kind, (2^r - 1) / 2 on average for the
+padding of its last unit, and k / 2^r of the second kind.
 """
 
 from __future__ import annotations
@@ -243,9 +239,8 @@ def device_plan(
 ) -> DeviceMsmPlan:
     """Return the plan with the window of the fewest products and the largest chunks that fit free_bytes.
 
-    Windows have 2 to 22 bits, segments 1 to 1024 units, and there are 0 to 5 rounds, over Fq2 none; by default those of
-    ROUNDS, or none where they do not fit. ConfigError for others, OutOfMemory if a chunk of 1024 points does not fit.
-    `tuned` are further fields of the plan, None by default.
+    Windows have 2 to 22 bits, segments 1 to 1024 units, rounds are 0 to 5, over Fq2 none. ConfigError for others,
+    OutOfMemory if a chunk of 1024 points does not fit. `tuned` are further fields of the plan.
     """
     if window is not None and not 2 <= window <= _MAX_WINDOW:
         raise ConfigError(f"window must be 2 to {_MAX_WINDOW} bits, got {window}")

@@ -1,13 +1,8 @@
 """Transforms of words: cached plans for the CPU and for devices, with their tables, and recorded launches.
 
-Words are arrays in the memory spaces of algebra.field, every element below the modulus, in canonical or in Montgomery
-form: a transform is a sum of products with constants, so it preserves either form.
-
-The factors in tables are Montgomery forms x R mod p (R of algebra.field.program.montgomery_radix): a product with one
-divides by R. If an arithmetic divides by another L, its factors are x L mod p. On the CPU the field's kernel multiplies
-twiddles, and Python computes one column only. On devices powers.c computes them from the squares of three numbers: no
-CPU kernel is compiled and no table copied. The roots of devices' kernels are few, so the host computes them: a block's
-factor is the root to the power of its bit-reversed number (kernel.c).
+Every element is below the modulus, in canonical or in Montgomery form. Factors in tables are Montgomery forms, or x L
+mod p where an arithmetic divides by another L. On the CPU the field's kernel multiplies twiddles; on devices powers.c
+computes them from the squares of three numbers.
 """
 
 from __future__ import annotations
@@ -487,9 +482,8 @@ def _device_powers(
 def roots_of(field: Field, step: Pass, tile: Tile, *, plain: bool = False) -> Words:
     """Return the roots of a pass: rows / 2 factors w, in Montgomery form; if has_quotients, w and floor(w R / p).
 
-    `plain` roots, for WGSL, have no quotients and the same order for every field. For Goldilocks in C,
-    [(radix + k) 2^done + block] is the factor of a thread's element k in a group of levels, with `done` levels before
-    it.
+    `plain` roots, for WGSL, have no quotients and the same order for every field. For Goldilocks in C, [(radix + k)
+    2^done + block] is the factor of element k in a group with `done` levels before it.
     """
     if field.name == "goldilocks" and not plain:
         all_roots = np.array(powers(1, step.root, step.rows, field.modulus), np.uint64)

@@ -271,9 +271,7 @@ def ntt_reference(
 ) -> list[int]:
     """Transform by halves, n / 2 log2 n products, in any order of accelerant.algebra.ntt.plan.
 
-    Source: Cooley and Tukey 1965, Mathematics of Computation 19(90), pages 297 to 301.
-
-    ConfigError for an unknown field, or one without a root of unity of that order.
+    ConfigError for an unknown field, or one without a root of unity of that order. Source: Cooley and Tukey 1965.
     """
     row, n = field_of(field), len(x)
     p, w = row.modulus, row.root_of_unity(n)

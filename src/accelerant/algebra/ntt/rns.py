@@ -8,9 +8,8 @@ Conversions of base are those of Halevi, Polyakov and Shoup (CT-RSA 2019, eprint
 fixed-point numbers of 57 bits instead of floating point: exact for |x| < Q (1/2 - 2^-22), and beyond that off by one Q
 at most.
 
-In LLVM IR a register has `lanes` neighbouring coefficients. Products of two registers are those of the even and of the
-odd lanes, as 64-bit numbers ("halves"). A transform does two levels at a time from memory to memory while the pairs are
-registers apart, and the last log2(lanes) + 1 levels, the first of an inverse, in two registers that exchange lanes.
+In LLVM IR a register has `lanes` neighbouring coefficients; products are those of the even and of the odd lanes
+("halves").
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Poisson sampling of rows or users, the batches of its draws, and the check of their use.
 
-Each unit is in each draw independently, with exactly the probability that is accounted. The amplification that the
-accountant uses holds only for such draws, and only while nobody learns who was drawn: each draw reads the operating
-system's randomness, and no seed could repeat it after a resume, in another process or in a copy.
-
-Draws are split into parts of one shape if memory or a CUDA graph requires it. Each example may add one clipped gradient
-to the sum, so a `DrawTracker` checks that each drawn row goes through backward once, and that each draw makes one step
-of one training.
+Each unit is in each draw independently, with exactly the probability that is accounted; nobody may learn who was drawn,
+so draws read the operating system's randomness and have no seed. Draws are split into parts of one shape if memory or a
+CUDA graph requires it. A `DrawTracker` checks that each drawn row goes through backward once, and that each draw makes
+one step of one training.
 
 Source: Abadi et al. 2016, arXiv:1607.00133, section 3; Chua et al. 2024, arXiv:2403.17673, on what shuffling costs.
 """
@@ -290,8 +287,7 @@ class DrawTracker:
     def begin(self, batch: DrawnBatch, origin: object = None) -> None:
         """Start a part of a draw; another iterator, `origin`, may leave a draw unfinished.
 
-        Raises ConfigError if no step followed what came before, the previous part was left out or is still to
-        be used, the draw made a step already, or another training uses it.
+        ConfigError if no step followed what came before, or the draw is used up, unfinished, or another training's.
         """
         if batch.draw is not None and batch.draw.stepped:
             raise ConfigError(
@@ -648,10 +644,9 @@ def require_groups(groups: Any) -> Tensor:
 class RareDraws:
     """Draws at small rates in time proportional to the number of units drawn, with exact probabilities.
 
-    Units come in blocks of m = 2^bits. The number drawn from a block is binomial: with a rate threshold / 2^53 its
-    distribution function is a multiple of 2^(-53 m), so that a uniform number of 53 m bits gives it without error.
-    Its first 53 bits decide all but one block in 10^14; only for those are the other bits drawn. The drawn units'
-    positions in the block are uniform, and drawn again where two are equal.
+    A block's count is binomial: with a rate threshold / 2^53 its distribution function is a multiple of 2^(-53 m), so
+    that a uniform number of 53 m bits gives it without error; all but its first 53 bits are drawn only where they
+    decide.
     """
 
     def __init__(self, threshold: int, bits: int) -> None:

@@ -4,18 +4,12 @@
     arrays, report = flower.secure_round(grid, setup.server(number, keys), number, arrays)      # in the ServerApp
 
 The five stages are messages of type "train" with a ConfigRecord "secagg". Only that of the mask stage reaches the app's
-train function: the difference between the arrays that it returns and those that it got is the update, and everything
-else of its reply stays on the node. It returns arrays of the same number, order, names, shapes and dtypes: the mod
-compares them, since nobody sees a masked update, and the server compares what the mod states of them.
+train function: the difference between its arrays and those it got is the update. A SuperNode runs each message in a
+process of its own, so the client waits in a file between them (`Client.suspend`).
 
-A SuperNode runs each message in a process of its own, so the client waits in a
-file between them (`Client.suspend`), which make_client names by state_path.
-
-The first message of a round has the digest of everything else that the server will send in the mask stage: the arrays,
-the config, the type of the message. Clients with another digest do not take part in the same round, and none sends an
-update for other arrays than announced. So a server cannot give some clients a model without gradients, or a learning
-rate of 0, and read the others' updates in the sum (Pasquini et al. 2022, CCS 2022, "Eluding secure aggregation in
-federated learning via model inconsistency").
+The first message of a round has the digest of everything that the server will send in the mask stage, so a server
+cannot give some clients another model and read the others' updates in the sum (Pasquini et al. 2022, CCS 2022, "Eluding
+secure aggregation in federated learning via model inconsistency").
 """
 
 from __future__ import annotations

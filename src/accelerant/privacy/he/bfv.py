@@ -5,20 +5,15 @@
 >>> private.decrypt((x * y).sum())
 array([32])
 
-A ciphertext has n slots, integers mod t that are added and multiplied slot by slot; slots beyond a vector are 0. Slots
-are two halves of n/2, which `rotate` rotates. Leading axes are batches: one call multiplies all pairs, which is how
-devices are fast. Each operation adds noise; what is left is the noise budget, in bits. Parameters come from the
-published table only (bfv_scheme.MAX_LOG_Q, whose edition it names). No bootstrapping. CKKS is not offered.
+A ciphertext has n slots, integers mod t that are added and multiplied slot by slot, in two halves that `rotate`
+rotates. Leading axes are batches. Each operation takes from the noise budget. Parameters come from the published table
+only (bfv_scheme.MAX_LOG_Q). No bootstrapping, no CKKS.
 
 Trust: who holds the private key reads everything encrypted under the public key. Ciphertexts are IND-CPA secure only,
-and malleable: answers to decryption queries, be it only an error or its absence, may give the key away (Chenal and
-Tang, LATINCRYPT 2014). So never tell the sender of a ciphertext whether it decrypted, or its noise budget:
-BudgetExceeded and `noise_budget` are for the key holder. Security rests on ring learning with errors and on circular
-security: the keys for products and rotations encrypt s^2 and s(X^g) under s itself. Noise depends on the circuit and
-its inputs, so results do not hide a server's inputs from the key holder (no circuit privacy). Not constant time:
-rejection of uniform and ternary samples (of rejected words only), Python and NumPy arithmetic of key generation, and
-the check of noise in decryption. No kernel has a branch or an address that depends on an element. Keys are in this
-process's memory. None of this code has been audited.
+and malleable: never tell the sender of a ciphertext whether it decrypted, or its noise budget (Chenal and Tang,
+LATINCRYPT 2014). Security rests on ring learning with errors and on circular security. Results do not hide a server's
+inputs from the key holder. Not constant time: rejection of samples (of rejected words only), key generation, and the
+check of noise in decryption. No kernel has a branch or an address that depends on an element. Not audited.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A ciphertext is (batch, 2, k, n) words: polynomials c0 and c1 mod k data primes,
 
     c0 + c1 s = round(Q m / t) + noise        mod Q
 
-Keys are in the transformed domain of algebra.ntt.rns. Everything is exact modulo Q but for roundings, which add to the
-noise:
+Keys are in the transformed domain of algebra.ntt.rns. Everything is exact modulo Q but for roundings:
 
     product         the polynomials of both factors are extended from Q to Q B, B > 4 t n Q, and multiplied there as
     integers;
@@ -61,12 +60,7 @@ class EncryptionParameters:
     """Parameters of the published table.
 
     Attributes:
-        n: degree of the polynomials and number of slots.
-        plain_modulus: t, a prime that is 1 mod 2 n, below 2^30.
-        security: 128, 192 or 256 bits against classical attacks.
-
-    Raises:
-        ConfigError: what the table does not have, with its values; or too small a modulus for t.
+    ConfigError for what the table does not have, or too small a modulus for t.
     """
 
     n: int

@@ -5,21 +5,14 @@
 tensor([ 4., -3.])
 
 Scheme, with g = n + 1: c = (1 + m n) r^n mod n^2, r uniform in Z*_n and fresh for each ciphertext; decryption modulo
-p^2 and q^2. Who has the private key reads everything; who has the public key learns nothing but what is listed next.
+p^2 and q^2. A number x is round(x 16^-e), negative ones as n minus their magnitude. Each tensor has a bound of its
+magnitudes, and an operation whose bound would pass n/3 raises RangeError: nothing wraps around.
 
-Public: shape, dtype, the exponent and the bound of an EncryptedTensor. They follow from dtypes, the chosen precision
-and plain operands, never from encrypted values. Security: IND-CPA under the decisional composite residuosity
-assumption, 128 bits at 3072 bits of n. Malleable by design (no protection against chosen ciphertexts), not
-post-quantum, and a key shared by several clients protects none from a client that colludes with the server.
-
-Encoding: a number x is the integer round(x 16^-e), negative ones as n minus their magnitude; e is the tensor's
-exponent, which python-paillier (`phe`) has as well. A magnitude beyond n/3 is an overflow. Each tensor has a bound of
-its magnitudes, and an operation whose bound would pass n/3 raises RangeError: nothing wraps around.
-
-Not constant-time: conversion of values and plain operands to and from integers, look-ups of the mode `fast`, products
-with plain numbers; on the host also randomness as integers, GMP's reduction modulo p^2 and q^2 and recombination, r^n
-(secret base, public exponent n). Exponents from the private key only occur in powers with `secret=True`.
-None of this code has been audited.
+Public: shape, dtype, the exponent and the bound of an EncryptedTensor, never from encrypted values. Security: IND-CPA
+under the decisional composite residuosity assumption, 128 bits at 3072 bits of n; malleable, not post-quantum, and a
+key shared by several clients protects none from a client that colludes with the server. Not constant-time: conversion
+of values, look-ups of the mode `fast`, products with plain numbers; on the host also randomness as integers, GMP's
+reduction and recombination, r^n. Powers with exponents from the private key have `secret=True`. Not audited.
 
 Sources: Paillier 1999, EUROCRYPT '99, LNCS 1592, scheme 1 and section 7; Damgard, Jurik and Nielsen 2010,
 International Journal of Information Security 9, section 4.2 (`fast`).

@@ -1,7 +1,7 @@
 """Search by an encrypted query. It hides the query from the server, and nothing of the collection from the client.
 
-The client gets the score of every vector: d queries (the unit vectors, say) give it the whole collection. Use it where
-the client may have the collection and the server must not know the question. Trust and noise are those of `bfv`.
+The client gets the score of every vector, hence the collection; the server must not know the question. Trust is
+`bfv`'s.
 
 >>> public, private = keygen(d=384, bits=8)
 >>> server = PrivateSearch(vectors, public)          # (N, d) int8, on the server, with the client's public key

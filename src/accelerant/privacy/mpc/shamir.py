@@ -22,12 +22,10 @@ Shares of sums: `x + y`, `x - y` and `-x` of shares at one index, and `x + c`, `
 of the result. Each holder computes them alone; products of shares are in beaver.py. The field wraps: a result out of an
 element's range is wrong, unseen. A product of two floats has twice the fraction bits.
 
-Tampering: with exactly `threshold` plain shares a changed share gives another secret, and no one can tell. With more
-shares, combine checks that all are on one polynomial; it cannot say which was changed. Verifiable shares (pedersen.py)
-are checked one by one. Refreshed shares do not combine with old ones.
-
-Trust: whoever splits and whoever combines sees the secret; holders see nothing while fewer than `threshold` of them
-collude. Elements and bytes do not reach repr or errors. Kernels do not branch on an element; combining is not meant to
+Tampering: with exactly `threshold` plain shares a changed share gives another secret, and no one can tell. With more,
+combine checks that all are on one polynomial; verifiable shares (pedersen.py) are checked one by one. Whoever splits
+and whoever combines sees the secret. Elements and bytes do not reach repr or errors. Combining is not meant to hide its
+timing. Not audited.
 hide its timing. Not audited.
 """
 

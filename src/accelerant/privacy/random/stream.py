@@ -1,22 +1,16 @@
 """Cryptographically secure random words: ChaCha20 under a key of the system's entropy, on CPUs and CUDA devices.
 
 chacha20_blocks, in NumPy integers, is the reference of every kernel's keystream. A block is 16 words of 32 bits,
-computed from 8 words of key and 4 of input. In Bernstein's layout the input is a counter and a nonce of 64 bits each,
-in RFC 8439 a counter of 32 bits and a nonce of 96. The function is the same.
-
-A stream is a key and a 64-bit counter of blocks that only grows. A fork, copy or pickle would repeat the stream, so
-each of them gets a fresh key: a child process draws other words than its parent, and a checkpoint holds no key. Streams
-are not reproducible. On the CPU the caller advances the stream's own counter. On a CUDA device key and counter are in
-device memory, and a kernel of one thread reserves counters. So each replay of a captured graph draws new words, and
-work on several CUDA streams cannot reserve the same counters.
+computed from 8 words of key and 4 of input: in Bernstein's layout a counter and a nonce of 64 bits each, in RFC 8439 of
+32 and 96. A stream is a key and a 64-bit counter of blocks that only grows; forks, copies and pickles get a fresh key.
+On a CUDA device a kernel of one thread reserves counters, so each replay of a captured graph draws new words.
 
 The CPU's kernel is LLVM IR: each lane of a vector computes one block.
 
     words[16 i + j] = word j of the block of counter first + i
 
-Layout: state word j of LANES blocks is one vector, so that a quarter round needs no shuffles: it takes 12 instructions
-        with rotations (AVX-512), 16 without. 16 lanes where there are 32 vectors of 512 bits; 8 with AVX2, 4 elsewhere.
-Bound:  arithmetic: 61 vector instructions for a word of every lane.
+Layout: state word j of LANES blocks is one vector, so that a quarter round needs no shuffles. 16 lanes where there are
+32 vectors of 512 bits; 8 with AVX2, 4 elsewhere.
 
 Source: Nir and Langley 2018, RFC 8439, section 2.3; Bernstein 2008, "ChaCha, a variant of Salsa20".
 """

@@ -8,9 +8,8 @@
 >>> with Zkey.open("circuit.zkey") as key, Witness.open("witness.wtns") as witness:
 ...     key.family, key.n_public, witness.n_values
 
-Files are memory-mapped. open() reads the parts whose size does not depend on the circuit and validates the size of
-every section; check() validates the rest. describe(path) summarizes a file of any of these formats. Invalid files raise
-FormatError, which names the file, the section and the offset. torch is not imported.
+Files are memory-mapped. open() validates the size of every section, check() the rest; FormatError names file, section
+and offset.
 """
 
 from typing import TYPE_CHECKING

@@ -8,9 +8,8 @@
     4  u32 count of custom gates, each: zero-terminated name, u32 count of parameters, n8 bytes each
     5  u32 count of custom gate uses, each: u32 gate, u32 count of wires, u64 each
 
-Wire 0 is the constant 1, followed by outputs, public inputs, private inputs and intermediate wires. Values are
-canonical. Source: iden3's r1csfile/doc/r1cs_bin_format.md (commit 1e48416); sections 4 and 5 verified against files of
-circom 2.2.
+Wire 0 is the constant 1, then outputs, public inputs, private inputs, others. Values are canonical. Source: iden3's
+r1csfile/doc/r1cs_bin_format.md (commit 1e48416), files of circom 2.2.
 
 .wtns version 2 holds a witness:
 

@@ -2,14 +2,9 @@
 
     magic (4 bytes), u32 version, u32 number of sections, then for each section u32 id, u64 size, payload
 
-All integers are little-endian. Sections may come in any order; unknown section ids are ignored. Source:
-iden3/binfileutils, and the .r1cs format documented in iden3/r1csfile.
-
-Files are untrusted. They are mapped, not read: no allocation depends on a size claimed by the file before the file is
-known to contain that many bytes. A section that extends past the end of the file, is duplicated or missing, and
-trailing bytes raise FormatError with the file, the section and the offset. The checks hold as long as no other program
-modifies the file: if a mapped file is truncated, reading it ends the process (SIGBUS), as for any mapped file.
-write_container replaces files atomically and never truncates one.
+All integers are little-endian. Sections may come in any order; unknown ids are ignored. Files are untrusted, and
+mapped, not read: no allocation depends on a size before the file is known to have that many bytes. If another program
+truncates a mapped file, reading it ends the process (SIGBUS). Source: iden3/binfileutils, iden3/r1csfile.
 
 Numbers take a whole number of 64-bit words (n8 bytes: 32, or 48 for coordinates of bls12_381). Points are affine, x
 then y, over Fq2 c0 then c1, in Montgomery form with R = 2^(64 limbs), the representation that the kernels use; infinity

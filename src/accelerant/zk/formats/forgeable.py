@@ -20,12 +20,9 @@ and for some x only:
     IC_i = 0, k IC_j            a valid proof is one of other x, too
 
 An honest ceremony makes each with negligible probability, but for the first, since snarkjs leaves gamma = delta = 1
-until someone contributes, and for the last if its circuit ignores an input, or takes only a combination of two. (No key
-of snarkjs has those: it adds a constraint for each input.) gamma = 1 is usual and harmless. The factors that are tested
-are 1 to 16 over 1 to 16, of either sign, times the known eigenvalues of endomorphisms: the cube roots of 1 in G1, psi
-of algebra/curve/parameters.py in G2. Whoever made the key may know others, and relations of points of both groups.
-
-Source: Groth 2016, eprint 2016/260, section 3.2, whose proof of soundness needs these points to be unrelated.
+until someone contributes, and for the last if its circuit ignores an input. The factors that are tested are 1 to 16
+over 1 to 16, of either sign, times the eigenvalues of endomorphisms: the cube roots of 1 in G1, psi of
+algebra/curve/parameters.py in G2. Source: Groth 2016, eprint 2016/260, section 3.2.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@
     13  Lagrange forms of section 3, of 2^0, ..., 2^power points            of G2
     14, 15  Lagrange forms of sections 4 and 5, like 13                     of G1
 
-`snarkjs powersoftau prepare phase2` adds sections 12 to 15. container.py describes the encoding of points and labels.
-Source: files of snarkjs 0.7.6; the order of the public key's points was determined with pairings.
+container.py has the encoding of points and labels. Source: files of snarkjs 0.7.6.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@
     10  circuit hash (64 bytes), u32 count, contributions: deltaAfter, g1_s, g1_sx of G1, g2_spx of G2,
         transcript (64 bytes), label
 
-Names ending in 1 are points of G1, in 2 of G2. container.py describes the encoding of points and labels. A has nPublic
-+ 1 more rows than the circuit has constraints: row nConstraints + s has the value 1 for signal s. The Montgomery
-product of an entry's value and a canonical witness value is in Montgomery form. Source: files of snarkjs 0.7.6.
+container.py has the encoding of points and labels. A has nPublic + 1 more rows than the circuit: row nConstraints + s
+has the value 1 for signal s. Source: files of snarkjs 0.7.6.
 """
 
 from __future__ import annotations

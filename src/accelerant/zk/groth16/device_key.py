@@ -1,14 +1,9 @@
 """A proving key on one device or on several.
 
-Threads read a witness from its file into pinned memory, and devices copy each part while the next is read: page faults
-of a mapping take several times as long. All kernels are launched before the host waits: each sum on a queue of its own,
-and the quotient with the sum of H on another, so that the end of one sum, which leaves most of the device idle,
-overlaps the middle of the next. The sum over G2 takes longest and is launched first. The quotient's queue has priority,
-since most of its work is sequential. On CUDA the launches of the quotient and of each sum become CUDA graphs at the
-third proof, and once more where two proofs are under way: launches otherwise take a quarter of a proof that devices
-share.
-
-Where the device has too little memory for all points, some sections stay on the host and are streamed for each proof.
+All kernels are launched before the host waits: each sum on a queue of its own, and the quotient with the sum of H on
+another, which has priority, so that sums overlap. On CUDA the launches become CUDA graphs at the third proof, and once
+more where two proofs are under way. Where the device has too little memory for all points, some sections stay on the
+host and are streamed for each proof.
 """
 
 from __future__ import annotations
@@ -118,9 +113,8 @@ class KeyPart:
     ) -> None:
         """Copy a part of a key, which may be closed afterwards, to a device.
 
-        `parts` maps a section to (i, n), the i-th of n parts of its points. At most free_bytes are taken, by default
-        0.8 of the free memory; OutOfMemory if the constraints alone do not fit. Without `overlap` all sums use one
-        queue.
+        `parts` maps a section to (i, n), the i-th of n parts of its points. At most free_bytes are taken. Without
+        `overlap` all sums use one queue.
         """
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
@@ -264,9 +258,8 @@ class KeyPart:
 def shares(n_points: Mapping[str, int], count: int) -> list[dict[str, Part]]:
     """Divide sections among devices; return for each its sections and the parts of their points.
 
-    A section stays whole where it costs no more than a device's fair share of all, since each part of a sum launches
-    as many kernels and combines as many buckets as the whole. The others are cut into the fewest equal parts that
-    do; then each part, the most expensive first, goes to the device that has least. The cost is the number of points.
+    A section stays whole where it costs no more than a device's fair share of all. The others are cut into the fewest
+    equal parts that do; then each part, the most expensive first, goes to the device that has least.
     """
     costs = {name: n * (_G2_COST if name == "B2" else 1) for name, n in n_points.items()}
     fair = max(1.0, sum(costs.values()) / count)
@@ -293,11 +286,7 @@ class _Vectors:
 
 
 class DeviceKey:
-    """A HostKey's counterpart on one device, or on several with some sections each or parts of them: see `shares`.
-
-    Each device gets the whole witness. One that has points of H computes the whole quotient, a twentieth of a proof's
-    work; copying it from one device to the others would take longer.
-    """
+    """A HostKey's counterpart on one device, or on several with some sections each or parts of them: see `shares`."""
 
     def __init__(self, zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages, **options: Any) -> None:
         """Copy a part of the key to each device; other arguments and errors as KeyPart."""
@@ -312,8 +301,8 @@ class DeviceKey:
     def begin(self, witness: Witness, stages: Stages) -> KeySums:
         """See HostKey. One thread launches on all devices: several would wait for the interpreter's lock.
 
-        All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
-        witnesses. Its memory is kept, since new pages cost more than the copy, and pinned, since each device reads it.
+        All devices read one pinned copy: if the file changed in between, r and s would not hide sums of parts of two
+        witnesses.
         """
         own = [Stages() for _ in self._parts]
         with self._lock:
@@ -599,8 +588,7 @@ class Queues:
 class _Result:
     """Pinned memory that later results of a queue use when nothing refers to this one.
 
-    It is never freed: torch's allocator (2.11) would record an event on the queue, and if another thread captured that
-    queue's work then, the event would belong to the capture, and allocations of pinned memory would fail from then on.
+    It is never freed: torch would record an event on the queue, which another thread may be capturing.
     """
 
     def __init__(self, free: list[Any], words: Any) -> None:

@@ -8,9 +8,6 @@ With n constraints padded to a power of two, w_n of order n, g = w_2n and a, b, 
 There is no division by x^n - 1, which is -2 on the whole coset: the points of H are the Lagrange polynomials of the
 2n-th roots of unity at odd indices, divided by it. Source: the files of snarkjs; the equations are Groth's, eprint
 2016/260.
-
-Values of a .zkey are x R^2 mod r with R = 2^256, so a Montgomery product with a canonical witness is in Montgomery
-form.
 """
 
 from __future__ import annotations
@@ -66,8 +63,7 @@ def snarkjs_scalar_field(family: Family) -> Field:
 class SparseMatrix:
     """A matrix of four-word values in compressed sparse row format; entries of one row and column add up.
 
-    Row i has the entries starts[i] to starts[i + 1]. `min_columns` is the smallest number of columns that contains
-    all entries.
+    Row i has the entries starts[i] to starts[i + 1]. `min_columns` is the smallest number of columns with all entries.
     """
 
     field: Field

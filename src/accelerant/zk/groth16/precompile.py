@@ -1,9 +1,7 @@
 """Compilation of a first proof's CPU kernels in two processes.
 
-llvmlite compiles on one thread at a time. A second process therefore compiles half of the kernels into the disk cache
-while this one compiles the others. If it cannot start, dies or hangs, or the cache cannot be written, this process
-compiles everything. Only the command line uses it, since it needs sys.executable to be a Python with this package; a
-library does not start processes.
+llvmlite compiles on one thread at a time, so a second process compiles half of the kernels into the disk cache. If it
+fails, this process compiles everything. Only the command line uses it: a library starts no processes.
 """
 
 from __future__ import annotations

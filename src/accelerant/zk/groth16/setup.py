@@ -6,10 +6,8 @@ n-th roots of unity, gamma = 1, and k_s = beta u_s + alpha v_s + w_s,
     A_s = u_s G1, B1_s = v_s G1, B2_s = v_s G2, IC_s = k_s G1 (public), C_s = k_s / delta G1 (private)
     H_j = L'_(2j+1)(tau) / delta G1, L' at the 2n-th roots
 
-A has n_public + 1 rows more than there are constraints, 1 at signal s, so that no public input can be exchanged for
-another. Source: Groth 2016, eprint 2016/260, section 3.2; the files of snarkjs.
-
-Whoever knows the secrets can prove false statements. They are dropped here, but nobody else can be sure of that.
+A has n_public + 1 rows more than there are constraints, 1 at signal s. Source: Groth 2016, eprint 2016/260, section
+3.2. Whoever knows the secrets can prove false statements.
 """
 
 from __future__ import annotations
@@ -214,9 +212,8 @@ _CHUNK_POINTS = 1 << 16
 class FixedBaseTable:
     """The multiples d 2^(w j) P of a point P for all digits d of `bits` bits and all windows j, on the CPU.
 
-    s P is the sum of one entry per digit of s: windows - 1 affine additions of 6 products each, with shared inversions,
-    where double-and-add takes more than 250 additions. Times and memory accesses depend on the scalars. Source: Yao's
-    method, Knuth volume 2, section 4.6.3; Brickell et al., EUROCRYPT 1992.
+    s P is the sum of one entry per digit of s, with shared inversions. Source: Yao's method, Knuth volume 2, section
+    4.6.3.
     """
 
     def __init__(self, curve: Curve[Any], point: U64, n: int) -> None:

@@ -2,11 +2,8 @@
 
     e(pi_A, pi_B) = e(alpha1, beta2) e(L, gamma2) e(pi_C, delta2),  L = IC_0 + sum x_i IC_i
 
-Source: Groth 2016, eprint 2016/260, section 3.2. A batch multiplies the equations, each raised to a random power of 128
-bits from the system's entropy: if one of them does not hold, the product is 1 with probability 2^-128 at most (Bellare,
-Garay and Rabin, EUROCRYPT 1998).
-
-Not constant-time: proofs and public inputs are public.
+A batch multiplies the equations, each raised to a random power of 128 bits (Bellare, Garay and Rabin, EUROCRYPT 1998).
+Source: Groth 2016, eprint 2016/260, section 3.2. Not constant-time: proofs and public inputs are public.
 """
 
 from __future__ import annotations

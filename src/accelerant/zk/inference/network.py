@@ -178,9 +178,7 @@ def _products(x: npt.NDArray[Any], weight: Int8, layer: Layer) -> npt.NDArray[np
 def checked_input(network: Network, x: Any) -> Int8:
     """Return x as an array (batch, channels, height, width).
 
-    Raises:
-        ShapeError: x is neither that nor (batch, inputs), or is empty.
-        UnsupportedDtype: x is not int8.
+    ShapeError if it is neither that nor (batch, inputs), or empty; UnsupportedDtype if it is not int8.
     """
     return checked_array("x", x, network.layers[0].input_shape)
 

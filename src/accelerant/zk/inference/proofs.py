@@ -1,10 +1,4 @@
-"""Commitments to networks, and proofs of what they map an input to.
-
->>> prover = accelerant.zk.inference.Prover(network)           # an IntegerNetwork, or what acl.nn.quantize made
->>> y, proof = prover.prove(x)                                 # int8 (batch, inputs) -> int8 (batch, outputs)
->>> accelerant.zk.inference.verify(prover.commitment, x, y, proof)
-True
-"""
+"""Commitments to networks, and proofs of what they map an input to."""
 
 from __future__ import annotations
 

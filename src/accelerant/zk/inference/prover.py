@@ -142,8 +142,7 @@ class FoldedCode:
 class CommittedTable:
     """A table over F, in columns of 2^log_rows rows, with the Merkle tree of the code of those that have parts.
 
-    Values that are uint8 stay so; a device with tensors has them, too. The code is made, and without `keep` made again
-    for openings, a coset at a time, that is a quarter of it.
+    Values that are uint8 stay so. The code is made a coset at a time, and without `keep` made again for openings.
     """
 
     def __init__(
@@ -303,9 +302,7 @@ def values_at(tables: Words, point: Sequence[Element]) -> Words:
 def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> Words:
     """Send the sumcheck's rounds for columns; return the tables f and e of rows that are left, (2, 2, rows).
 
-    The sum over rows is made first: the tables of a claim have an entry for each column, and no table over K is larger
-    than a column. A claim's sums over rows of another committed table are needed only once that is bound to one column,
-    since its own is aligned to its size.
+    The sum over rows is made first, so that no table over K is larger than a column.
     """
     lam, power = ext.constant(speaker.challenge(), 1), ext.constant((1, 0), 1)
     rows, columns, count = 1 << stack.log_rows, 1 << stack.log_columns, len(claims)

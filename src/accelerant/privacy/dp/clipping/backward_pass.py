@@ -1,10 +1,8 @@
 # ruff: noqa: D102  GradientContribution documents the methods of its subclasses
 """One backward pass: contributions to per-example gradients by parameter, and their weighted sums at its end.
 
-Memory, in bytes for B examples of T positions, s bytes a value:
-    Rows    both factors of a matrix's gradient: B T (N + K) s; autograd would keep the inputs anyway
-    Dense   formed per-example gradients: B times the parameter, in the dtype they were computed in
-    Lookup  gradients of an embedding's rows: B T D values of float32, or better
+Memory for B examples of T positions, s bytes a value: factors of a matrix's gradient (`Rows`) B T (N + K) s, formed
+gradients (`Dense`) B times the parameter, gradients of an embedding's rows (`Lookup`) B T D in float32.
 
 Squared norms of a matrix's per-example gradients are computed in one of two ways. With inputs A (B, T, K) and output
 gradients G (B, T, N), example i's gradient is g_i = G_i^T A_i, (N, K):
@@ -174,8 +172,7 @@ class Rows(GradientContribution):
     def _weighted(self, weights: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return both factors of the sum, (N, B T) and (B T, K).
 
-        In bfloat16 where products of it are summed in float32: float16 has no room for small weights. Else in float32
-        or better, since a sum over examples in 16 bits would be rounded by more than an example adds.
+        In bfloat16 where products of it are summed in float32: float16 has no room for small weights. Else in float32.
         """
         low = launch.low_product(self.a.dtype, self.a.device)
         dtype = torch.bfloat16 if low else launch.weighted_dtype(wide(self.a.dtype), self.g)

@@ -1,8 +1,6 @@
 """Norms, weighted sums and weighted factors of per-example gradients: torch's functions and launches of our kernels.
 
-Each is an Operation, so that the ledger of ops records it. On a CPU torch's functions are called directly: an
-Operation takes 4 us, much next to a small layer's time.
-
+Each is an Operation, so that the ledger of ops records it; on a CPU torch's functions are called directly.
 Norms are upper bounds of the norms of the rounded numbers that are summed. With u = 2^-24, for one example of T
 positions, inputs a_t (K) and output gradients g_t (N), G = sum over t of g_t a_t^T, and the mass
 S = sum over t of |a_t| |g_t|, which is at least ||G||:
@@ -158,8 +156,7 @@ def chunks(B: int, elements: int) -> Iterator[slice]:
 def margin(dtype: torch.dtype, device: torch.device) -> float:
     """Return the relative error that norms, factors and weights may have, of formed gradients too.
 
-    A sum of squares has up to 15 roundings on a CPU (`_SEGMENT`), and 120 in a GPU's kernels; its root has half of
-    their error. The root, the weight and its product with the gradient are rounded once each.
+    A sum of squares has up to 15 roundings on a CPU (`_SEGMENT`), 120 on a GPU; its root has half of their error.
     """
     eps = torch.finfo(dtype).eps
     return 6 * eps + factor_roundoff(dtype, device) if device.type == "cpu" else 32 * eps

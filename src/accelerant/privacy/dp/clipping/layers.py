@@ -1,9 +1,8 @@
 # ruff: noqa: D102  GradientContribution documents the methods of its subclasses
 """Linear maps, convolutions, embeddings and norms: autograd functions that feed a sink, and their layers' rules.
 
-The backward pass of each function computes only the gradient of the input, and gives the sink the factors of the
-parameters' gradients. Parameters are arguments, so that autograd visits the layer even where its input needs no
-gradient; their gradients are None. Results are no views, so that later operations may change them in place.
+Functions give the sink factors of parameters' gradients, and compute the gradient of the input only. Parameters are
+arguments, so that autograd visits the layer even where its input needs no gradient. Results are no views.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Modules that use parameters of their own, of any kind: their forward runs for each example by itself (`Region`).
 
-A parameter that such a forward reads is a view of it once for each example, whose gradient is the examples'. So scales,
-class tokens, positions, temperatures, low-rank matrices and weights that are computed from parameters (weight_norm and
-other parametrizations, pruning) are exact, and need no rule. Memory: B times each such parameter in the backward pass.
-
-Layers of the module that have a rule get the whole batch. At first the result is compared with that of the plain
-forward: one that differs depends on other examples.
+A parameter that such a forward reads is a view of it once for each example, whose gradient is the examples'. Layers
+that have a rule get the whole batch. At first the result is compared with the plain forward's: one that differs depends
+on other examples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The rules by which layers give per-example gradients, and how a clipper attaches them to a model.
 
-A rule is a class for one kind of layer. While a clipper is attached, the rule's `forward` runs in place of the layer's
-own wherever gradients are recorded. It calls functions (layers.py) whose backward pass feeds the clipper instead of
-making parameter gradients. To add a layer, register one class:
+While a clipper is attached, a rule's `forward` runs in place of its layer's wherever gradients are recorded. It calls
+functions (layers.py) whose backward pass feeds the clipper.
 
     @register
     class ScaleRule(LayerRule):
@@ -12,14 +11,9 @@ making parameter gradients. To add a layer, register one class:
             x, _ = self.examples_first(x)
             return scale_shift(x, self.module.weight, None, (x.dim() - 1,), self.sink, x.dtype)
 
-Copies and files of a model with a clipper attached are ordinary models: all attached objects are marked, and the
-module's `__getstate__` leaves them out, hence copy, pickle and torch.save do.
-
-A module with parameters of its own runs for each example by itself, in a `region` of torch's vmap, which layers with a
-rule leave. There a tensor that depends on the examples has the shape that it has in a batch of one example, and the
-real one, (B, *shape), is hidden from the code. So an operation cannot mix examples, whatever their dimension is, and a
-tensor of the same shape that no example determines (a mask, a vector of positions) is known as shared. What a layer
-with a rule gets and returns is unwrapped and wrapped here, so that its autograd function sees the whole batch.
+Attached objects are marked, and the module's `__getstate__` leaves them out: copies and files are ordinary models. In a
+`region` of torch's vmap, which layers with a rule leave, a tensor that depends on the examples has the shape of one
+example, so an operation cannot mix them, and one that no example determines is known as shared.
 """
 
 from __future__ import annotations
@@ -92,8 +86,7 @@ class Region:
     def outside(self, call: Callable[..., Any], args: Any, kwargs: Any, *, states: bool = False) -> Any:
         """Call a layer with the whole batch; UnsupportedCase for an argument that lacks the dimension of the examples.
 
-        With `states`, results and arguments after the first have the examples in dimension 1, as recurrent
-        layers do.
+        With `states`, results and arguments after the first have the examples in dimension 1, as recurrent layers do.
         """
         B, leads = self.examples, list[bool]()
         known: dict[int, Tensor] = {}

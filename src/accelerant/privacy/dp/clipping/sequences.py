@@ -1,9 +1,7 @@
 """Recurrent layers and torch.nn.MultiheadAttention, which use their parameters by functions of their own.
 
-LSTM and GRU run forward by torch's own functions; each direction of each layer is an autograd function with an explicit
-backward pass through time. It recomputes all gates in two products over all steps, since the states are known, and goes
-back step by step for the gates' gradients; with these, both matrices are linear maps of all steps. Computed in the
-parameters' dtype, also under autocast.
+LSTM and GRU run forward by torch's own functions. Each direction of each layer is an autograd function that recomputes
+all gates in two products, and goes back step by step. Computed in the parameters' dtype, also under autocast.
 
 Source: Hochreiter and Schmidhuber 1997; Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product.
 """

@@ -59,9 +59,8 @@ def spent(
 ) -> Spent:
     """Return epsilon at delta of all events together.
 
-    The events' own deltas are subtracted from delta first. Above an epsilon of CHARGED_UP_TO they grow with it; the
-    epsilon is then the least one that satisfies its own charge. Noise multipliers are noise over the sensitivity
-    under the neighbouring relation. Raises UnsupportedCase for Poisson sampling under "replace-one".
+    The events' own deltas are subtracted first; above an epsilon of CHARGED_UP_TO they grow with it. UnsupportedCase
+    for Poisson sampling under "replace-one".
     """
     accountant = pld_epsilon if check_method(method) == "pld" else rdp_epsilon
     delta = check_delta(delta)
@@ -158,8 +157,7 @@ class Budget:
 class Allowance:
     """The rest of a budget, checked before each event with few calls of the accountant.
 
-    Counts that are known to fit are kept: epsilon does not fall with a count, so smaller ones fit as well. When
-    they are reached, they are extended by the events since the last time, as many times over as fits.
+    Counts that are known to fit are kept, and extended by the events since the last time, as many times over as fits.
     """
 
     def __init__(self, budget: Budget, neighbouring: str) -> None:
@@ -298,8 +296,7 @@ def calibrate(
 def _least_noise(cost: Callable[[float], float], target: float, guess: float, power: float) -> tuple[float, float]:
     """Return the least noise with cost within target, from above, and the power of the noise by which cost falls.
 
-    The next probe is where the power through the last two points meets the target, moved slightly towards the bound
-    that is further away.
+    The next probe is where the power through the last two points meets the target, moved towards the further bound.
     """
     low, high = 0.0, math.inf
     noise = guess
@@ -356,8 +353,7 @@ _INTERVALS: Final = ((0.05, 1e-6), (0.5, 1e-5), (30.0, 1e-4), (1000.0, 1e-3), (m
 def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     """Return epsilon of these releases at delta, by privacy loss distributions.
 
-    Above 10^4, for more than 10^9 releases of a kind, and for deltas below the roundings of floating point, it is
-    the bound by Renyi divergence, which holds as well. Releases must have noise.
+    Above 10^4, for more than 10^9 releases of a kind, and for the least deltas, it is the bound by Renyi divergence.
     """
     given, bound = delta, rdp_epsilon(counts, delta, _WHOLE_ORDERS)
     if not counts or bound > _PLD_LIMIT or max(counts.values()) > _MAX_STEPS:
@@ -428,8 +424,7 @@ def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float6
 def _pure_epsilon(release: Release) -> float | None:
     """Return the pure epsilon of a release that is accounted by that alone, amplified by sampling; else None.
 
-    A discrete Laplace costs slightly more than the continuous one of its scale, depending on the grid; its pure
-    epsilon holds on every grid. dp-accounting has no Renyi divergence of the sampled Laplace.
+    Its pure epsilon holds on every grid. dp-accounting has no Renyi divergence of the sampled Laplace.
     """
     if release.mechanism not in ("discrete_laplace", "randomized_response") and not (
         release.mechanism == "laplace" and release.sample_rate < 1

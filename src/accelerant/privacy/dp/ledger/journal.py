@@ -1,13 +1,10 @@
 """A ledger's file: an append-only journal of JSON records, and the runs that its records are of.
 
-A line is {"record": {...}, "chain": "<hex>"}. Its chain is the SHA-256 of the previous chain and the record, so that an
-edited, moved or removed line breaks it. Lines cut off at the end are detected by `<file>.head`, which holds the number
-of lines and the last chain; after a crash it may be one line behind the file, never ahead. Where it is behind or
-missing, the journal says so (`unguarded`). There is no key: this detects accidents, not an adversary who writes a new
-file. One process writes, under the kernel's lock on the file, which ends with the process.
-
-Before events happen, a run reserves a number of them. A record of the events that did happen replaces its reservations.
-So after a crash all reserved events are counted, and only the first event of a block waits for the disk.
+A line is {"record": {...}, "chain": "<hex>"}. Its chain is the SHA-256 of the previous chain and the record. Lines cut
+off at the end are detected by `<file>.head`, the number of lines and the last chain; after a crash it may be one line
+behind, never ahead. This detects accidents, not an adversary who writes a new file. One process writes, under the
+kernel's lock on the file. Before events happen, a run reserves a number of them, which the record of those that did
+happen replaces: after a crash all reserved events are counted.
 
     {"kind": "ledger", "version": 1, "unit", "neighbouring", "dataset"}     the first line
     {"kind": "run", "run", "id", "time", "dataset", "budget", "versions", "torn_bytes"}
@@ -16,9 +13,9 @@ So after a crash all reserved events are counted, and only the first event of a 
     {"kind": "merged", "run", "runs": {id: [[event, count], ...]}}
     {"kind": "described", "run", "delta", "units"}                         one of the two, or both
 
-A run has an id of 128 random bits, which its checkpoints hold: their events are merged into another ledger by id, each
-once. Optional fields of a run's record are "earlier", the beginning of the ids of runs before it that have none (files
-of older versions), "loosened", the budgets that it gave up, and "unguarded", as in `Contents`.
+A run has an id of 128 random bits, by which events of its checkpoints are merged once. Optional fields of a run's
+record are "earlier", the beginning of the ids of runs before it that have none, "loosened", the budgets that it gave
+up, and "unguarded".
 """
 
 from __future__ import annotations
@@ -110,8 +107,7 @@ class LedgerJournal:
     def append(self, record: Record) -> None:
         """Append a record; it is on the disk when this returns.
 
-        Raises ConfigError if the journal is closed, the parent's of a fork, or its file was replaced; OSError
-        if the disk is full: the file is as before.
+        ConfigError if the journal is closed, a fork's parent's, or its file was replaced; OSError if the disk is full.
         """
         self.require_open()
         self._require_same()
@@ -277,8 +273,7 @@ class Run:
 class LedgerHistory:
     """The contents of a ledger's file.
 
-    `merged` are events of other runs by their ids, from checkpoints, without those that `runs` has. `deltas` were
-    chosen, the last choice last. `units` is about how many the data have, 0 if nobody said.
+    `merged` are events of other runs by id, from checkpoints. `units` is about how many the data have, 0 if unknown.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)

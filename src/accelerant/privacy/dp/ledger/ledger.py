@@ -4,8 +4,7 @@
         ledger.record(PrivacyEvent("gaussian", 1.1, "poisson", sample_rate=0.01))
         print(ledger.epsilon(1e-5), ledger.statement())
 
-Everything released from the same data belongs in one ledger: trainings, restarts, searches over settings, histograms.
-Opening the same file again adds to its events.
+Everything released from the same data belongs in one ledger. Opening a file again adds to its events.
 """
 
 from __future__ import annotations

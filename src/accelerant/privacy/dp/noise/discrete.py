@@ -1,7 +1,6 @@
 """Discrete Gaussian and Laplace noise: draws from random words, and the cost of a release beyond the noise itself.
 
-Discrete Gaussian. A wide one is a sum of narrow ones:
-
+Discrete Gaussian. A wide one is a sum of narrow ones, whose deviations are chosen so that no w_i is below SMOOTH:
     Z = x_0 + k_1 x_1 + ... + k_m x_m        x_i independent, discrete Gaussian of deviation s (the base sampler)
 
 With a_i^2 = s^2 (1 + k_1^2 + ... + k_i^2), each step adds k_i x_i to a sum of deviation a_(i-1). Completing the square,
@@ -12,38 +11,27 @@ With a_i^2 = s^2 (1 + k_1^2 + ... + k_i^2), each step adds k_i x_i to a sum of d
 
 and by Poisson summation f lies within a factor 1 -+ e_i of a constant,
 e_i = 2 sum over j >= 1 of exp(-2 pi^2 w_i^2 j^2). So every probability of Z is within a factor exp(-+ tau) of the
-discrete Gaussian's of deviation a_m, with tau = sum of ln((1 + e_i) / (1 - e_i)). A plan chooses the k_i so that no w_i
-is below SMOOTH, and s so that a_m is exactly the required deviation.
+discrete Gaussian's of deviation a_m, with tau = sum of ln((1 + e_i) / (1 - e_i)).
 
-Base sampler. One word of 32 bits gives a sample of magnitude 0 to 511: 9 bits choose a cell, 22 bits are compared with
-the cell's threshold, 1 is the sign.
+Base sampler. One word of 32 bits gives a magnitude of 0 to 511: bits 15-7 choose a cell, bits 30-16 and 6-0 are
+compared with the cell's threshold, bit 31 is the sign. Below the threshold the magnitude is the cell, else the cell's
+alias (Walker 1977). A comparison of all ones is the *trigger*: the magnitude comes from a second table, of the weights
+that 22 bits cannot hold, with another 96 bits: 9 choose a cell and 87 are compared. The mixture has weights that are
+integers times 2^-118. Entries have the threshold and the alias at the bits of the comparison and of the cell, in the
+second table in three words, with 23 bits of the threshold in the first.
 
-    31    sign
-    30-16 upper 15 bits of the comparison
-    15-7  cell
-    6-0   lower 7 bits of the comparison
-
-Below the threshold the magnitude is the cell, else the cell's alias (Walker 1977). A comparison of all ones, of
-probability 2^-22, is the *trigger*: the magnitude comes from a second table instead, of the weights that 22 bits cannot
-hold, with another 96 bits: 9 choose a cell and 87 are compared. The mixture has weights that are integers times 2^-118.
-A magnitude's weight is that of both signs together; 0 has no sign, and its sign bit is ignored. An entry of the first
-table has the threshold at the bits of the comparison and the alias at those of the cell. An entry of the second has the
-same layout in three words, with 23 bits of the threshold in the first (the sign bit is one more).
-
-Units. A *unit* computes its draws from 16 blocks of keystream, counters first + 16 unit to first + 16 unit + 15. Its
-block 0 is the pool: 5 samples of the second table, three words each. The words of blocks 1 to 15 are base samples, in
-order, for 16 // terms draws a block; remaining words are not used. A base sample whose comparison is the trigger takes
-the next magnitude of the pool. More than 5 triggers in a unit (probability below 2^-94) give magnitude 0; `charge`
-includes it. 32 units are a *group*: draw i of unit 32 g + l is element (g D + i) 32 + l, where a unit has D draws, so
-that 32 parallel lanes access adjacent elements.
+Units. A *unit* has 16 blocks of keystream, counters first + 16 unit and up. Block 0 is the pool: 5 samples of the
+second table. The words of blocks 1 to 15 are base samples, in order, for 16 // terms draws a block. More than 5
+triggers in a unit (probability below 2^-94) give magnitude 0. 32 units are a *group*: draw i of unit 32 g + l is
+element (g D + i) 32 + l, where a unit has D draws, so that parallel lanes access adjacent elements.
 
 Discrete Laplace. P(Z = z) is proportional to exp(-|z| / t); Z = G - G', both geometric: P(G = g) proportional to
 exp(-g / t). The binary digits of a geometric variable are independent: digit j is 1 with probability
 1 / (1 + exp(2^j / t)). Each is one comparison of a word of 32 bits with the digit's probability; if they are equal
-(probability 2^-32), 64 bits decide, from a pool that each draw has whether it needs it or not. So probabilities have 96
-bits, and time does not depend on the drawn values. A draw is a unit of `laplace_blocks` blocks of keystream: words 0 to
-5 are the pool, three numbers of 64 bits (the upper word first), then a word for each digit of G, then of G'. A fourth
-equal word (probability below 2^-107) is decided by zeros.
+(probability 2^-32), 64 bits decide, from a pool that each draw has whether it needs it or not, so time does not depend
+on the drawn values. A draw is a unit of `laplace_blocks` blocks of keystream: words 0 to 5 are the pool, three numbers
+of 64 bits (the upper word first), then a word for each digit of G, then of G'. A fourth equal word (probability below
+2^-107) is decided by zeros.
 
 A release costs more than the noise itself by rounding, cut tails, rounded tables and smoothing:
 
@@ -71,12 +59,8 @@ Delta. The draws differ from the discrete Gaussian in two ways:
 
 Both add up over releases. (1 + e^epsilon) is taken for a total epsilon of EPSILON_LIMIT.
 
-Source: Micciancio and Walter 2017, "Gaussian sampling over the integers: efficient, generic, constant-time", section 3
-and Lemma 2.3 there (Micciancio and Regev 2007, smoothing parameter); Walker 1977, "An efficient method for generating
-discrete random variables with general distributions"; the split of the weights into a table and a rare remainder is as
-in Kronmal and Peterson 1979, with integers throughout. Canonne, Kamath and Steinke 2020, arXiv:2004.00010, section 5
-(the discrete Laplace); the digits are the decomposition of the geometric series,
-1 + q + q^2 + ... = product over j of (1 + q^(2^j)).
+Source: Micciancio and Walter 2017, section 3, and Lemma 2.3 there (Micciancio and Regev 2007); Walker 1977; Canonne,
+Kamath and Steinke 2020, arXiv:2004.00010, section 5 (the discrete Laplace).
 """
 
 from __future__ import annotations
@@ -160,8 +144,7 @@ def split_weights(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
 def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
     """Return thresholds below `capacity` and aliases; a full cell has the threshold 0 and itself as alias.
 
-    Of the values below the capacity, cell c maps those below its threshold to c and the others to its alias:
-    exactly proportional to the weights, which sum to 512 times the capacity.
+    Cell c maps values below its threshold to c and the others to its alias: exactly proportional to the weights.
     """
     left = list(weights)
     small = [c for c in range(CELLS) if left[c] < capacity]

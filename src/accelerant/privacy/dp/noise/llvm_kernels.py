@@ -8,13 +8,8 @@
 Layout: an index of a Gaussian launch is one unit in each of lanes() lanes; with each draw they write adjacent elements.
         An index of a Laplace launch is one draw in each lane; one of a Philox launch is a counter in each lane, for
         four adjacent elements each.
-Time:   of discrete Laplace noise does not depend on the drawn values: each digit is compared and the pool is read in
-        any case. Nor does that of Gaussian noise where the processor permutes words of two registers (AVX-512): a
-        lookup reads all 512 entries, by 16 permutations and 15 selections. Elsewhere a table of 2 KiB is read at secret
-        addresses, from the first-level cache.
-Bound:  arithmetic. Gaussian: 4.3 words of keystream for a draw of four terms, 61 instructions for a vector of each, and
-        about 45 for a base sample with its lookup. Laplace: four blocks of keystream for a draw of up to 29 digits, and
-        about 20 instructions for a digit. Philox: about 90 instructions for four vectors of elements.
+Time does not depend on the drawn values. Only without AVX-512 does Gaussian noise read a table of 2 KiB at secret
+addresses, from the first-level cache.
 
 Philox 4x32-10 and Box-Muller are for research, not for a privacy claim: ln u = e ln 2 + ln(1 + f), f in
 [sqrt(1/2) - 1, sqrt(2) - 1], by f - f^2 / 2 + f^3 P(f); sin(2 pi v) = v S(v^2) of |v| <= 1/4; P of degree 8 and S of

@@ -3,22 +3,19 @@
     released = (sum + noise) * scale,   noise of scale noise_multiplier * (C + s)
 
 C bounds one example's contribution to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s is added by
-rounding to the grid. The noise is widened by s, and the discrete Gaussian by what it costs more than the continuous one
-(`widened`), so that the multiplier in the ledger is the requested one.
+rounding to the grid. The noise is widened, so that the multiplier in the ledger is the requested one.
 
 >>> release(count, mechanism="laplace", sensitivity=1, epsilon=0.5, ledger=ledger)
 >>> release(means, mechanism="gaussian", sensitivity=2 / n, noise_multiplier=4.0, ledger=ledger)
 
-The caller guarantees the sensitivity: how far the answer moves, in L1 norm (Laplace) or L2 norm (Gaussian), when one
-record is added or removed. Clip each record's contribution before summing; this cannot be checked here.
+The caller guarantees the sensitivity, in L1 norm (Laplace) or L2 norm (Gaussian); this cannot be checked here.
 
     response = RandomizedResponse(choices=4, epsilon=1.0)
     reports = response.randomize(answers)                   # by each owner
     response.estimate(reports)                              # by the collector: unbiased shares of the answers
 
-Local privacy: the owner of each record randomizes it, and nobody has to be trusted with the data. Epsilon is for each
-record and each report: any two values of a record give any report with probabilities that differ by a factor of at
-most exp(epsilon). The epsilons of several reports on one record add up.
+Local privacy: the owner of each record randomizes it: any two values give any report with probabilities that differ by
+a factor of at most exp(epsilon). The epsilons of several reports on one record add up.
 
 Source: Mironov 2012 (doi:10.1145/2382196.2382264) on grids; Canonne, Kamath and Steinke 2020, arXiv:2004.00010, on the
 discrete Gaussian; Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14), Laplace; Balle and Wang 2018,

@@ -6,8 +6,7 @@
     ...                                         # the loop as it was
     print(engine.get_epsilon(delta=1e-5))
 
-What would void the guarantee is refused: batches are Poisson draws, and noise is secure. docs/from-opacus.md has the
-differences.
+What would void the guarantee is refused: batches are Poisson draws, and noise is secure. See docs/from-opacus.md.
 """
 
 from __future__ import annotations
@@ -48,11 +47,8 @@ _FIXED = {
 class PoissonLoader:
     """Poisson draws from a DataLoader's data set: an iteration has as many draws as the DataLoader has batches.
 
-    Draws vary in size. An empty one is returned as a row that adds nothing, so that its step is made, too.
-
-    Attributes:
-        dataset, batch_size: those of the DataLoader; the batch size is the expected one.
-        private: the training.
+    An empty draw is returned as a row that adds nothing, so that its step is made, too. `batch_size` is the expected
+    one.
     """
 
     def __init__(self, loader: DataLoader[Any], private: PrivateTraining) -> None:

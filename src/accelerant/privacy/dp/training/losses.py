@@ -1,14 +1,10 @@
 """Checks that a loss outside of the model treats each example by itself.
 
-Clipping bounds what an example adds to the sum if its gradient is that of its own loss. A loss that divides by a number
-of the batch (a sum of class weights, a count of labels or of unmasked tokens) gives each example a gradient that all
-others change: one row more, and the sum moves by many times the bound.
-
-The loss is the user's code, so it is recorded: torch's functions between a draw, the model's result and `backward`, but
-for those of the model. At `backward` they are called again, each time with about half of the rows replaced by another,
-in labels, masks and results alike, and the gradient at the result of each row that was kept must be as it was. That is
-done in the first passes, and then at random. Means of cross entropies that divide by class weights, or by a count of
-labels, are known by their arguments.
+A loss that divides by a number of the batch (a sum of class weights, a count of labels) gives each example a gradient
+that all others change. So torch's functions between a draw, the model's result and `backward` are recorded, but for the
+model's, and called again with about half of the rows replaced: the gradient at the result of each row that was kept
+must be as it was. That is done in the first passes, and then at random. Means that divide by class weights, or by a
+count of labels, are known by their arguments.
 """
 
 from __future__ import annotations
@@ -256,9 +252,8 @@ _RANDOM = {"bernoulli", "multinomial", "rand_like", "randn_like", "randint_like"
 class _LossTrace(TorchFunctionMode):
     """The calls of torch's functions in a loss.
 
-    It lies below all other modes, such that a `with torch.device(...)` around the model's call ends as it began. If
-    `drawn`, the inputs are the whole batch: other tensors are of no example. `inputs` and `results` are slots of
-    what the model was given and returned; `blame` is what a known loss divides by, if rows have different shares.
+    It lies below all other modes. If `drawn`, the inputs are the whole batch: other tensors are of no example. `inputs`
+    and `results` are slots of what the model was given and returned; `blame` is what a known loss divides by.
     """
 
     def __init__(self, clipper: PerExampleClipper, inputs: Iterable[Any], *, drawn: bool) -> None:

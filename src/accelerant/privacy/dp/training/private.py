@@ -2,15 +2,10 @@
 
 DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling and add-or-remove-one neighbours.
 
-Of several processes each clips the examples of its share of the data. The sums go to rank 0, the only one that draws
-noise and writes the ledger, and that sends the noisy sum back: a reduction and a broadcast, together the traffic of one
-all-reduce. The alternative, noise of std / sqrt(processes) in each process, is exact only for the continuous Gaussian:
-a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, bound the difference), and each
-process would know its share. Here every process is trusted, as the trainer is.
-
-The noise covers what rank 0 knows, so the processes must agree on all that decides it: at the start on the settings of
-`make_private` and the optimizer, before each step on its clipping norm, sampling, expected batch, precision, trained
-parameters and learning rates. Each of the two is one exchange of accelerant.runtime.processes.
+Of several processes each clips the examples of its share of the data. The sums go to rank 0, which alone draws noise
+and writes the ledger, and sends the noisy sum back: a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke
+2021, arXiv:2102.06387). Every process is trusted. They must agree on the settings at the start, and before each step on
+all that decides the noise.
 """
 
 from __future__ import annotations

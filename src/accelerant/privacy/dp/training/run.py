@@ -1,13 +1,10 @@
 # ruff: noqa: D102  Extension documents the methods of its subclasses
 """`accelerant train --private`: the training job with private steps.
 
-The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1,
-so that each token belongs to exactly one window and the windows do not depend on the steps. A document that fills
-several windows has several times the epsilon. The number of windows, which is rounded to two digits wherever it leaves,
-the corpus's other sizes and the held-out part are not covered; nor are the losses of the training, which are measured
-on it without noise. Which files are text, their encodings and their sizes, which decide what is held out, are taken as
-public. No file has a digest of the text, which would confirm a guess of it: so nothing compares the text
-of a resumed run, or of another run with the same ledger.
+The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1.
+A document that fills several windows has several times the epsilon. The number of windows in two digits, the corpus's
+other sizes, the held-out part, and the losses of the training are not covered. No file has a digest of the text, which
+would confirm a guess of it.
 """
 
 from __future__ import annotations
@@ -55,9 +52,7 @@ _NOT_COVERED = (
 class PrivateSettings:
     """Options of a private run; those of the command have the same names. ConfigError for an invalid value.
 
-    An empty ledger is the one in the run's folder, wherever that is moved. The target is for all that the ledger
-    holds. Without a noise multiplier it is found from the target; with both, the run stops before the step past the
-    target.
+    The target is for all that the ledger holds. With noise multiplier and target the run stops before the step past it.
     """
 
     ledger: str
@@ -152,8 +147,7 @@ class PrivateRun(Extension):
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source:
         """Return the source of windows drawn by Poisson sampling.
 
-        Raises ConfigError for fewer windows than a batch has, or a ledger of another unit or data; FormatError
-        for a file that is no ledger; BudgetExceeded if its events have spent the target.
+        ConfigError for too few windows, or a ledger of another unit or data; BudgetExceeded if the target is spent.
         """
         folder = Path(config.out or "")
         path = self._ledger_path(folder)
@@ -411,8 +405,7 @@ class _TokenWindows:
 class WindowSource(TokenSource):
     """Poisson draws of disjoint windows, in parts of at most the config's micro-batch.
 
-    The rate is batch_size over the number of windows in two digits, since the ledger shows it; at most 1. `drawn`
-    are the parts of the current step.
+    The rate is batch_size over the number of windows in two digits. `drawn` are the parts of the current step.
     """
 
     fixed = False

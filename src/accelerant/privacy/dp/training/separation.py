@@ -1,24 +1,14 @@
 """Checks, before the first step, that no example's gradient depends on another example, and of the loss's reduction.
 
-Clipping bounds what example i adds to the sum if entry i of dimension 0 is that example in every layer. A shape does
-not show it: in a layer with T positions for a batch of T examples, transposed rows pass, and so do permuted ones. So
-the first batch is passed through the model several more times. Each time about half of its rows are replaced by others,
-and no other row's gradient may change, in any layer: not its norm, and not the sum of those that were kept, which shows
-a change of sign. The replaced rows are chosen such that for every two rows some pass replaces the first and keeps the
-second (Sperner 1928): 6 pairs of passes for 20 rows, 8 for 70, 12 for 924.
+The first batch is passed through the model several more times, each time with about half of its rows replaced by
+others, and no other row's gradient may change, in any layer: not its norm, and not the sum of those that were kept. For
+every two rows some pass replaces the first and keeps the second (Sperner 1928). Seeds, shapes and random output
+gradients are the same in each pass; generators, buffers and attributes are restored after it.
 
-The seeds, the shapes and the random output gradients are the same in each pass, so that dropout does not matter. The
-generators of random numbers, and the buffers and attributes of the modules, are restored after each.
-
-Two passes differ by rounding, too: kernels that add in any order, matrices in bfloat16. Rounding is independent from
-pass to pass and what rows tell each other is not, so two differences are taken, each of passes of its own, and their
-inner product: for n numbers of rounding it is 1 / sqrt(n) of the product of their norms, for a mixture its square. What
-is above an eighth of the precision is suspicious. It is refused if differences in float32, with deterministic
-kernels, all have it in common.
-
-What the first batch did not show, later ones may: some of the next passes, and then some at random, are looked at
-again, with half of the rows. And gradients must not depend on the batch before, which a buffer or an attribute may
-keep.
+Passes differ by rounding, too, which is independent from pass to pass. So two differences are taken, each of passes of
+its own: for n numbers their inner product is 1 / sqrt(n) of the product of their norms for rounding, for a mixture its
+square. Above an eighth of the precision, it is refused if differences in float32 have it in common. Some later batches
+are looked at again, at random. Gradients must not depend on the batch before.
 """
 
 from __future__ import annotations
@@ -106,8 +96,7 @@ def _dot(one: list[Tensor], two: list[Tensor]) -> float:
 class SeparationCheck:
     """Checks the first batch that can show whether a model keeps its examples apart; in train and eval mode, if used.
 
-    A layer whose gradients are all zero (behind a matrix that begins at zero) shows nothing: then passes number 2,
-    4, 8 and so on are checked as well, until each layer that is used was seen.
+    Passes number 2, 4, 8 and so on are checked as well, until each layer that is used had gradients that are not zero.
     """
 
     def __init__(self, clipper: PerExampleClipper) -> None:
@@ -247,9 +236,8 @@ class SeparationCheck:
 class _Passes:
     """Passes of a model over a batch, some of whose rows are replaced by others: row i by row other[i].
 
-    They are in float32, with deterministic kernels, if `precise`. If `backward`, output gradients are replaced
-    instead of inputs, as hooks and own functions may mix them. `shared` are identities of inputs whose first
-    dimension is no row.
+    In float32, with deterministic kernels, if `precise`. If `backward`, output gradients are replaced instead of
+    inputs. `shared` are identities of inputs whose first dimension is no row.
     """
 
     def __init__(self, clipper: PerExampleClipper, other: Tensor, inputs: Any) -> None:
@@ -461,8 +449,7 @@ def _other_rows(inputs: Any, rows: int) -> Tensor | None:
 def _square(inputs: Any, rows: int) -> set[int]:
     """Return the identities of inputs after the first that are (rows, rows), as a mask of positions may be by chance.
 
-    Another number of rows tells: the model takes rows of the examples with such a mask as it is, and not with a
-    mask of so many rows. A model that takes both may mix the examples through it.
+    Another number of rows tells: the model takes them with such a mask as it is, and not with a mask of so many rows.
     """
     _, *others = (each for each in tensors_of(inputs) if each.dim())  # the first tells the number of rows
     return {id(each) for each in others if each.shape == (rows, rows)}

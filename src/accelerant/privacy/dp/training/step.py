@@ -4,9 +4,8 @@
     for batch in private.batches(data, microbatch=64):
         result = step(batch, learning_rate)      # None until the draw's last part
 
-A draw has any number of parts, so a part is one graph (forward, backward, the clipped sum) and the update
-another (noise, division, the optimizer): each draw replays the first as often as it has parts. Checks and the ledger
-run on the host, before each replay.
+A part of a draw is one graph (forward, backward, the clipped sum) and the update another (noise, division, the
+optimizer). Checks and the ledger run on the host, before each replay.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from accelerant.runtime.streams.graphs import Graph
 class PrivateResult(NamedTuple):
     """The result of a step, on the device.
 
-    Attributes:
-        loss: float32, the mean over the draw's last part. Computed from the data without noise: not private.
-        examples: that were drawn.
+    `loss` is the mean over the draw's last part, computed from the data without noise: not private.
     """
 
     loss: Tensor

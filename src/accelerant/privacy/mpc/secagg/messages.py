@@ -4,10 +4,8 @@
     the same, with the client's number as party, and then                   | signature 64   from a client
 
 Integers are little-endian. The context is the digest of settings, verification keys, round and request (protocol.py),
-so a message of another round, or of parties that were set up or asked otherwise, is refused by its first bytes. The
-signature, Ed25519, is of everything before it. Bodies are numbers, and byte strings of known length or with a length
-before them. Nothing is allocated by a number in a message: counts are compared with the number of clients, lengths with
-the rest of the bytes.
+so messages of others are refused. The Ed25519 signature is of everything before it. Counts and lengths are compared
+with the number of clients and the rest of the bytes before anything is allocated.
 """
 
 from __future__ import annotations
