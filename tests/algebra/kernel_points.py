@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.weierstrass import decode_points, encode_points
 
 RADIX = {4: 2**256, 6: 2**384}
 """Limbs of a coordinate's field -> R of the Montgomery form x R mod q."""

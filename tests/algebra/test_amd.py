@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from accelerant.algebra.bigint.residues import kernel_source as bigint_source
+from accelerant.algebra.bigint import kernel_source as bigint_source
 from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.parameters import field_of

@@ -107,7 +107,7 @@ def test_msm():
     accelerant.zk.msm([5, 7, 11], points)  # compiles outside the trace
     files = visited(lambda: accelerant.zk.msm([5, 7, 11], points))
     device = {f"algebra/msm/{name}.py" for name in ("device", "device_plan")}
-    assert section("## Call 2: `zk.msm`") - device - {"algebra/msm/llvm_kernels.py"} <= files
+    assert section("## Call 2: `zk.msm`") - device - {"algebra/msm/cpu.py"} <= files
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ import torch
 
 import accelerant
 from accelerant.algebra.curve import CURVES, FAMILIES, curve_of, family_of
-from accelerant.algebra.curve.encoding import encode_points, points_to_bytes
-from accelerant.algebra.curve.weierstrass import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, encode_points, multiply, negate, points_to_bytes
 from accelerant.errors import BackendUnavailable, ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import curve as group_of

@@ -8,9 +8,8 @@ import pytest
 
 from accelerant import zk
 from accelerant.algebra.curve import CURVES, FAMILIES, pairing, weierstrass
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import PrimeCoordinates, QuadraticCoordinates, multiply
+from accelerant.algebra.curve.weierstrass import PrimeCoordinates, QuadraticCoordinates, encode_points, multiply
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.errors import ConfigError, FormatError
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 
 import soak
 from accelerant import zk
-from accelerant.algebra.curve.encoding import decode_points, points_from_bytes, points_to_bytes
-from accelerant.algebra.curve.encoding import point_bytes as point_size
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import (
+    add,
+    decode_points,
+    in_subgroup,
+    multiply,
+    negate,
+    points_from_bytes,
+    points_to_bytes,
+)
+from accelerant.algebra.curve.weierstrass import point_bytes as point_size
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt.plan import ORDERS, ntt_reference
 from accelerant.errors import FormatError

@@ -14,15 +14,13 @@ import torch
 
 import accelerant
 from accelerant.algebra.curve import launch
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import multiply
+from accelerant.algebra.curve.weierstrass import decode_points, encode_points, multiply
 from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.algebra.msm import cpu
-from accelerant.algebra.msm.cpu import CpuBases, CpuMsmPlan, cpu_plan
-from accelerant.algebra.msm.llvm_kernels import kernel_source
+from accelerant.algebra.msm.cpu import CpuBases, CpuMsmPlan, cpu_plan, kernel_source
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.zk import multi_scalar as op
 from accelerant.zk.multi_scalar import FixedBase, msm

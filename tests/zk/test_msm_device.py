@@ -15,10 +15,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.launch import to_montgomery
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.weierstrass import multiply
+from accelerant.algebra.curve.weierstrass import encode_points, multiply
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.msm import device

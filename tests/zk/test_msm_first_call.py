@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import accelerant
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.launch import ENTRIES as CURVE_ENTRIES
 from accelerant.algebra.curve.launch import kernel_source as curve_source
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.weierstrass import multiply
+from accelerant.algebra.curve.weierstrass import encode_points, multiply
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.field.program import CudaProgram, montgomery_radix
 from accelerant.algebra.field.program import entries as field_entries

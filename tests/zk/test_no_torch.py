@@ -10,7 +10,7 @@ import sys
 def loaded(*names):
     return sorted(name for name in sys.modules if name.partition(".")[0] in names)
 
-import accelerant.algebra.curve.encoding
+import accelerant.algebra.curve.weierstrass
 assert loaded("torch", "llvmlite", "triton") == []
 import accelerant
 import accelerant.runtime.registry

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.curve import launch
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.launch import ENTRIES
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.weierstrass import add, double, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, double, encode_points, in_subgroup, multiply, negate
 from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.ntt.plan import ntt_reference

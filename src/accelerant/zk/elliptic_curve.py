@@ -18,11 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant._renamed import renamed_arguments
-from accelerant.algebra.curve import encoding, launch
+from accelerant.algebra.curve import launch
 from accelerant.algebra.curve import parameters as table
-from accelerant.algebra.curve.encoding import PointLayout, decode_points
 from accelerant.algebra.curve.pairing import Fq12, product, product_is_one
 from accelerant.algebra.curve.parameters import Curve, Family, curve_of, family_of
+from accelerant.algebra.curve.weierstrass import (
+    PointLayout,
+    decode_points,
+    encode_points,
+    points_from_bytes,
+    points_to_bytes,
+)
 from accelerant.algebra.field.field import PrimeField, prime_field
 from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, common_space, space_at
 from accelerant.algebra.field.words import index_of
@@ -109,10 +115,10 @@ class EllipticCurve:
         return _nested(decode_points(self.parameters, words.reshape(math.prod(shape), *self.shape)), shape)
 
     def to_bytes(self, points: Any, layout: PointLayout = "compressed") -> bytes:
-        """Return points, concatenated, in a layout of algebra/curve/encoding.py: evm, uncompressed or compressed."""
+        """Return points, concatenated, in a layout of algebra/curve/weierstrass.py: evm, uncompressed or compressed."""
         words = _host_points(self.parameters, points, "points")
         words = words.reshape(words.size // math.prod(self.shape), *self.shape)
-        return encoding.points_to_bytes(self.parameters, decode_points(self.parameters, words), layout)
+        return points_to_bytes(self.parameters, decode_points(self.parameters, words), layout)
 
     def from_bytes(
         self, data: bytes | bytearray | memoryview, layout: PointLayout = "compressed", *, check: bool = True
@@ -131,9 +137,7 @@ class EllipticCurve:
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
-        words = encoding.encode_points(
-            self.parameters, encoding.points_from_bytes(self.parameters, bytes(data), layout)
-        )
+        words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout))
         if check:
             operands.points_inward(
                 self.parameters, ArrayOperand(words, HOST, words.shape[:1]), HOST, "points", "subgroup"

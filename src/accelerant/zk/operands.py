@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
-from accelerant.algebra.curve.encoding import decode_points, encode_points, hexadecimal
 from accelerant.algebra.curve.launch import SCALAR_WORDS
-from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.curve.weierstrass import Curve, decode_points, encode_points, hexadecimal
 from accelerant.algebra.field import memory_space
 from accelerant.algebra.field.field import FieldArray
 from accelerant.algebra.field.memory_space import HOST, ArrayOperand, MemorySpace, stacked

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from ptx_emulator import execute, parsed
 
-from accelerant.algebra.bigint import FixedBasePowers, gmp, residues, residues_of
-from accelerant.algebra.bigint.residues import _PUBLIC_WINDOW, DevicePairs, kernel_source, lanes_of, limbs_of
+from accelerant.algebra import bigint
+from accelerant.algebra.bigint import (
+    _PUBLIC_WINDOW,
+    DevicePairs,
+    FixedBasePowers,
+    gmp,
+    kernel_source,
+    lanes_of,
+    limbs_of,
+    residues_of,
+)
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.errors import ConfigError, MissingDependency, ShapeError
 from accelerant.runtime.compilation.cuda import compile_cuda
@@ -92,7 +101,7 @@ def test_products_of_rows_and_inverses(space, terms):
 def unpaired(pairs, n):
     """Return the numbers of pairs, which are in Montgomery form."""
     space, plain = pairs.space, pairs.times(1, plain=True)
-    low, high = (residues.ints_of(space.store(plain.half(i))) for i in range(2))
+    low, high = (bigint.ints_of(space.store(plain.half(i))) for i in range(2))
     assert max(low + high) < n
     return [a + b * n for a, b in zip(low, high, strict=True)]
 
@@ -106,10 +115,10 @@ def test_pairs_modulo_a_square(space):
 def check_pairs(space, bits, powers=True):
     rng, odd = random.Random(5), 2 ** (bits + 500) + 277
     for n in moduli(bits):
-        square, most = n * n, residues.limbs_of(n)
+        square, most = n * n, bigint.limbs_of(n)
         edges = [0, 1, n - 1, n, n + 1, square - 1, square - n, 2 ** (96 * most) - 1]
         x = [*edges, *(rng.randrange(square) for _ in range(3))]
-        pairs = DevicePairs.of_words(space.load(residues.words_of(map(gmp().mpz, x), 3 * most)), n, space)
+        pairs = DevicePairs.of_words(space.load(bigint.words_of(map(gmp().mpz, x), 3 * most)), n, space)
         assert unpaired(pairs, n) == [u % square for u in x]
         y = rng.randrange(square)
         assert unpaired(pairs.times(y), n) == [u * y % square for u in x]
@@ -130,7 +139,7 @@ def test_sums_and_words(space):
         a, b = residues_of(x, n, space), residues_of(y, n, space)
         assert a.plus_words(b.words, 1).ints() == [(u + v) % n for u, v in zip(x, y, strict=True)]
         assert a.plus(n - 1).ints() == [(u - 1) % n for u in x]
-        assert residues.ints_of(space.store(a.plain())) == x
+        assert bigint.ints_of(space.store(a.plain())) == x
 
 
 def test_powers_of_a_fixed_base(space):
@@ -162,7 +171,7 @@ def test_every_key_size_has_lanes_that_divide_a_warp():
 
 def test_without_gmpy2(monkeypatch):
     monkeypatch.setitem(sys.modules, "gmpy2", None)
-    from accelerant.algebra.bigint.residues import gmp
+    from accelerant.algebra.bigint import gmp
 
     gmp.cache_clear()
     with pytest.raises(MissingDependency, match=r"accelerant\[privacy\]"):
@@ -174,13 +183,13 @@ def test_without_gmpy2(monkeypatch):
 def test_launches_are_in_the_ledger_and_large_batches_in_parts(monkeypatch):
     require_module("gmpy2", "privacy")
     space, n = space_at(require_backend("opencl")), 2**61 - 1
-    monkeypatch.setattr(residues, "TABLE_BYTES", 4 * 16 * 32 * 3)  # three numbers a launch
+    monkeypatch.setattr(bigint, "TABLE_BYTES", 4 * 16 * 32 * 3)  # three numbers a launch
     x = list(range(1, 9))
     assert residues_of(x, n, space).power([12345]).ints() == [pow(u, 12345, n) for u in x]
     assert residues_of(x, n, space).power(x).ints() == [pow(u, u, n) for u in x]
     assert any(record.op == "bigint_pow" for record in ledger().records())
-    monkeypatch.setattr("accelerant.algebra.bigint.residues.TABLE_BYTES", (8 * 16 << _PUBLIC_WINDOW) * 3)
-    numbers = DevicePairs.of_words(space.load(residues.words_of(map(gmp().mpz, x), 48)), n, space)
+    monkeypatch.setattr("accelerant.algebra.bigint.TABLE_BYTES", (8 * 16 << _PUBLIC_WINDOW) * 3)
+    numbers = DevicePairs.of_words(space.load(bigint.words_of(map(gmp().mpz, x), 48)), n, space)
     assert unpaired(numbers.power(12345), n) == [pow(u, 12345, n * n) for u in x]
 
 
@@ -197,13 +206,13 @@ def test_several_threads_a_number(monkeypatch, lanes, bits, powers):
         text = source.dialects["portable"].partition("/* z = x^e of `count` pairs")[0]
         return source if powers else replace(source, dialects={"portable": text})
 
-    monkeypatch.setattr(residues, "lanes_of", lambda limbs, backend: lanes)
-    monkeypatch.setattr(residues, "kernel_source", source_of)
-    residues.modulus_at.cache_clear()
+    monkeypatch.setattr(bigint, "lanes_of", lambda limbs, backend: lanes)
+    monkeypatch.setattr(bigint, "kernel_source", source_of)
+    bigint.modulus_at.cache_clear()
     for n in moduli(bits):
         check(space_at(require_backend("opencl")), n, (65537,))
     check_pairs(space_at(require_backend("opencl")), bits, powers)
-    residues.modulus_at.cache_clear()
+    bigint.modulus_at.cache_clear()
 
 
 @pytest.mark.slow
@@ -227,7 +236,7 @@ def test_kernels_compile_for_nvidia_in_registers(target, limbs):
 def test_the_carry_chains_of_nvidia_add_a_row(width):
     """The instructions of BIGINT_PTX_ROW, one after the other: no carry is lost."""
     rng, words = random.Random(width), 3 * width + 3
-    instructions = parsed(residues._ptx_row(width).split('"')[1])
+    instructions = parsed(bigint._ptx_row(width).split('"')[1])
     for kind in range(6):
         before = [2**32 - 1 if kind == 0 else rng.getrandbits(32) for _ in range(words)]
         before[2 * width] = kind % 3  # top
@@ -241,4 +250,4 @@ def test_the_carry_chains_of_nvidia_add_a_row(width):
 
         row = before[2 * width + 2] * sum(w << 32 * i for i, w in enumerate(before[2 * width + 3 :]))
         assert value(registers, 0) == value(before, before[2 * width + 1]) + row
-    assert residues._ptx_row(9) == ""
+    assert bigint._ptx_row(9) == ""

@@ -5,9 +5,17 @@ import numpy as np
 import pytest
 
 from accelerant import zk
-from accelerant.algebra.curve import CURVES, curve_of, encoding
-from accelerant.algebra.curve.encoding import decode_points, point_bytes, points_from_bytes, points_to_bytes
-from accelerant.algebra.curve.weierstrass import add, multiply, negate
+from accelerant.algebra.curve import CURVES, curve_of
+from accelerant.algebra.curve.weierstrass import (
+    add,
+    decode_points,
+    encode_points,
+    multiply,
+    negate,
+    point_bytes,
+    points_from_bytes,
+    points_to_bytes,
+)
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 NAMES = list(CURVES)
@@ -31,7 +39,7 @@ def test_shapes():
 def test_arrays_round_trip(name):
     curve = curve_of(name)
     points = sample(curve)
-    array = encoding.encode_points(curve, points)
+    array = encode_points(curve, points)
     assert array.dtype == np.uint64
     assert array.shape == (len(points), *curve.shape)
     assert array.flags.writeable
@@ -43,14 +51,14 @@ def test_arrays_round_trip(name):
     assert decode_points(curve, array) == points
     assert decode_points(curve, array[::2]) == points[::2]
     assert decode_points(curve, np.asfortranarray(array)) == points
-    assert decode_points(curve, encoding.encode_points(curve, [])) == []
+    assert decode_points(curve, encode_points(curve, [])) == []
 
 
 @each_curve
 def test_arrays_refused(name):
     curve = curve_of(name)
     q = curve.coordinates.base.modulus
-    good = encoding.encode_points(curve, sample(curve))
+    good = encode_points(curve, sample(curve))
     with pytest.raises(UnsupportedDtype, match="must be uint64, got int64"):
         decode_points(curve, good.astype(np.int64))
     for wrong in (good[0], good[..., :-1], good[:, :1], good[None]):
@@ -71,7 +79,7 @@ def test_points_that_cannot_be_encoded(name):
     for value in (k.base.modulus, -1):
         wrong = k.join([value] * k.degree)
         with pytest.raises(FormatError, match=rf"points\[1\] y.* is {value:#x}, not reduced"):
-            encoding.encode_points(curve, [(x, y), (x, wrong)])
+            encode_points(curve, [(x, y), (x, wrong)])
         with pytest.raises(FormatError, match=rf"points\[0\] x.* is {value:#x}, not reduced"):
             points_to_bytes(curve, [(wrong, y)], "compressed")
 

@@ -10,11 +10,10 @@ import pytest
 from kernel_points import packed, unpacked, words_of
 from small_orders import of_small_orders, point_out_of_subgroup
 
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.launch import ADDS, BLOCK, ENTRIES, grid_and_block, kernel_source, point_text, prefixed
 from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, Endomorphism, curve_of, endomorphism
-from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, encode_points, in_subgroup, multiply, negate
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header

@@ -8,8 +8,7 @@ import pytest
 from small_orders import of_small_order, of_small_orders, point_out_of_subgroup, small_primes
 
 from accelerant.algebra.curve import curve_of, launch
-from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.weierstrass import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, decode_points, encode_points, multiply, negate
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.errors import ShapeError

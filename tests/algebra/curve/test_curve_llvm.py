@@ -8,8 +8,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from accelerant.algebra.curve.launch import ENTRIES
-from accelerant.algebra.curve.llvm_kernels import curve_kernels
-from accelerant.algebra.curve.llvm_points import public_digits
+from accelerant.algebra.curve.llvm_kernels import curve_kernels, public_digits
 from accelerant.errors import ConfigError
 from accelerant.runtime.providers.cpu import _LEVEL, _PASSES
 

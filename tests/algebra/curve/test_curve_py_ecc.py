@@ -7,8 +7,7 @@ import pytest
 from pairing_reference import pairing, tower_of
 
 from accelerant.algebra.curve import curve_of, family_of
-from accelerant.algebra.curve.encoding import points_to_bytes
-from accelerant.algebra.curve.weierstrass import add, double, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, double, multiply, negate, points_to_bytes
 
 _limit = sys.getrecursionlimit()
 py_ecc = pytest.importorskip("py_ecc", reason="py_ecc is in the extra dev")

@@ -10,9 +10,16 @@ from small_orders import of_cofactor, of_small_order, of_small_orders, point_out
 
 from accelerant.algebra.curve import FAMILIES, family_of, tape
 from accelerant.algebra.curve import pairing as pairings
-from accelerant.algebra.curve.encoding import encode_points, point_bytes, points_from_bytes
 from accelerant.algebra.curve.pairing import product, product_is_one
-from accelerant.algebra.curve.weierstrass import add, multiply, negate, signed_windows
+from accelerant.algebra.curve.weierstrass import (
+    add,
+    encode_points,
+    multiply,
+    negate,
+    point_bytes,
+    points_from_bytes,
+    signed_windows,
+)
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.compilation.cache import KernelCache

@@ -13,7 +13,7 @@ import torch
 
 import accelerant
 from accelerant.algebra.curve import curve_of, weierstrass
-from accelerant.algebra.curve.encoding import decode_points
+from accelerant.algebra.curve.weierstrass import decode_points
 from accelerant.algebra.field.field import prime_field
 from accelerant.errors import (
     AccelerantError,

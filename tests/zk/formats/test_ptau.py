@@ -7,8 +7,7 @@ import pytest
 from parts import VECTORS, edited, offset_of, refused, without
 
 from accelerant import zk
-from accelerant.algebra.curve.encoding import encode_points
-from accelerant.algebra.curve.weierstrass import add
+from accelerant.algebra.curve.weierstrass import add, encode_points
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.zk.formats import Label, Ptau, write_ptau
 

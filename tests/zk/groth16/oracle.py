@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.weierstrass import add, multiply
+from accelerant.algebra.curve.weierstrass import add, encode_points, multiply
 from accelerant.zk.groth16 import Proof, VerificationKey
 
 GENERATOR = 5

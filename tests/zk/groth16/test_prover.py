@@ -12,9 +12,8 @@ import numpy as np
 import oracle
 import pytest
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.weierstrass import add, multiply
+from accelerant.algebra.curve.weierstrass import add, decode_points, encode_points, multiply
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError

@@ -16,9 +16,8 @@ import oracle
 import pytest
 
 import commands
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import endomorphism, family_of
-from accelerant.algebra.curve.weierstrass import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, decode_points, encode_points, multiply, negate
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode
 from accelerant.errors import AccelerantError, ConfigError, FormatError, ShapeError, UnsupportedDtype

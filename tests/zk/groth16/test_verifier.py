@@ -8,9 +8,8 @@ import numpy as np
 import oracle
 import pytest
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.weierstrass import add, multiply, negate
+from accelerant.algebra.curve.weierstrass import add, decode_points, encode_points, multiply, negate
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.verifier import Statement

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.launch import check_reduced
-from accelerant.algebra.curve.llvm_points import add, double
+from accelerant.algebra.curve.llvm_kernels import add, double
 from accelerant.algebra.curve.parameters import Family, endomorphism
 from accelerant.algebra.curve.tape import (
     Fq2,

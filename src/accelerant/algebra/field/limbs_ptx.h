@@ -1,5 +1,5 @@
 /* Arithmetic of limbs.h with NVIDIA's carry flag. The chains, FIELD_PTX_*(result, arguments), are unrolled for the
- * field's limbs by ptx.py, which describes them. */
+ * field's limbs by program.py, which describes them. */
 
 /* Aligned to 16 bytes, an element is read and written in two or three wide accesses: half or a third as many. */
 ACL_DEVICE FIELD FIELD_load(const FIELD_WORD *x, i64 index) {

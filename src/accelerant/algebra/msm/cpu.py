@@ -1,8 +1,35 @@
 """Multi-scalar multiplication on the CPU: buckets of signed digits, filled by affine additions with shared inversions.
 
 A task is a window (digit) of all scalars: its points are sorted by bucket, each bucket is summed in rounds of
-independent additions (llvm_kernels.py), and the buckets are weighted by running sums; Horner's rule combines the
+independent additions, and the buckets are weighted by running sums; Horner's rule combines the
 windows. Source: Pippenger's method as in eprint 2012/549; shared inversions as in eprint 2022/1400.
+
+The kernels are LLVM IR, over either form of field arithmetic. Points and elements between these entries are in the
+form's own Montgomery representation (x L, where memory elsewhere has x R), in words, so that a product loads its
+operands without a shift.
+
+    msm_enter    (x, z, n)                         convert points from x R to x L; z may be x
+    msm_recode   (scalars, columns, shift, n)      columns[w n + i] = word w of scalars[i] + shift, w = 0 to 5
+    msm_sum      (points, columns, tasks, next, scratch, offsets, partials, sizes)
+                 one index per worker. Workers take tasks from the counter `next`; a task computes for each of its sets
+                 of buckets a partial sum of digits times points, projective
+    msm_finish   (partials, doublings, z, count)   z = sum of partials, doubled doublings[t] times before partial t is
+                                                   added; one point, affine, x R
+
+A task is a range of points and of windows (digits). Digits are signed, d in [-2^(c-1), 2^(c-1)), and point i goes to
+bucket |d|, as -P where d < 0. Each window of a task has a set of buckets, or all share one. Digits come from the scalar
+plus h = sum 2^(c-1) 2^(c j): its digits less 2^(c-1) are those of the scalar, without carries; msm_recode adds h.
+
+    _sort         sort entries by bucket: count, prefix sum, distribute. An entry is the index of its point, bit 31 the
+                  sign.
+    _first_round  pair entries k and k + h of each bucket, h half of its size rounded up. Sums go to slots, h per
+                  bucket; the last entry of an odd number is copied to its slot.
+    _next_round   pair slots k and k + h of each bucket, in place.
+
+Each round halves every bucket, regardless of their sizes, until all have one slot; its additions are independent and
+share inversions. Slot 0 is infinity, the sum of an empty bucket.
+
+All times depend on scalars and points.
 """
 
 from __future__ import annotations
@@ -11,22 +38,455 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve import launch as curve_launch
+from accelerant.algebra.curve.llvm_kernels import (
+    Element,
+    Elements,
+    Lanes,
+    Pair,
+    Scratch,
+    batch_add,
+    curve_program,
+    from_memory,
+    functions,
+    store_affine,
+)
+from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.llvm_kernels import host_form, packed_field
+from accelerant.algebra.field.llvm_kernels import entry_functions, host_form, packed_field
+from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.msm.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
-from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
+from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedCase
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, constant, program
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.ledger import launch
 from accelerant.runtime.time_limit import check_time, is_limited
+
+SIGN = 1 << 31
+"""Bit of an entry whose point is subtracted."""
+
+PACKS = 512
+"""Packs of pairs that share an inversion, about 330 products; their scratch is 320 KiB on BN254 in lanes of eight."""
+
+_INLINED = 4
+"""Largest number of words of coordinates whose products are inlined in additions of points: 12 % faster, and half a
+second longer to compile."""
+
+_LINE = 64
+"""Bytes of a cache line."""
+
+TASK = 7
+"""i64 numbers of a task: first window and end, first point and end, sets of buckets, index of the first set's partial
+sum, and step to the next set's."""
+
+SIZES = ("tasks", "n", "bits", "buckets", "step", "stride", "scratch")
+"""i64 numbers in `sizes`: number of tasks, number of points, attributes of _Task, bytes of a worker's scratch."""
+
+_LEAST_SHARES = {"msm_enter": 1024, "msm_recode": 4096, "msm_sum": 1, "msm_finish": 1 << 62}
+
+
+@functools.cache
+def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
+    """Return the kernel of one entry; raises ConfigError for an unknown one."""
+    if entry.removeprefix("msm_") not in _ENTRIES:
+        raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'msm_{known}' for known in _ENTRIES)}")
+    arguments, _ = _ENTRIES[entry.removeprefix("msm_")]
+    kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in arguments)
+    builder = curve_program(_text, curve, entry, form, _LEAST_SHARES[entry])
+    return KernelSource("_".join(filter(None, (entry, curve, form))), {"llvm": builder}, {entry: kinds}, targets=())
+
+
+@functools.cache
+def _text(name: str, entry: str, kind: str) -> str:
+    curve = curve_of(name)
+    form = packed_field(curve.coordinates.base, kind)
+    parts = [] if entry == "msm_recode" else list(functions(name, kind))
+    if entry == "msm_sum":
+        parts += [_pairs(curve, form), _copy(curve, form)]
+    return program([*parts, *entry_functions("msm", _ENTRIES, entry, _POINTERS, curve, form)])
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+class WorkerMemory(NamedTuple):
+    """Pointers to a worker's arrays, of i32 except `points`.
+
+    Attributes:
+        ends: per bucket, set by set, including 0: end of its entries; the end of bucket 0 is the start of bucket 1.
+        slots: per bucket: its first slot.
+        left: per bucket: its number of slots that are not summed yet.
+        single: entries left over in the first round, at most one per bucket; single_slot: their slots.
+        entries: all entries of the task, by bucket.
+        a, b: sources of pairs, entries or slots; z: slots of their sums.
+        points: slots, affine points.
+    """
+
+    ends: str
+    slots: str
+    left: str
+    single: str
+    single_slot: str
+    entries: str
+    a: str
+    b: str
+    z: str
+    points: str
+
+
+class _Task(NamedTuple):
+    """The i64 values of a task: ranges of windows and points, and 2^(bits - 1) buckets in each set.
+
+    Attributes:
+        stride: distance of a window's multiples of the points from the previous window's, or 0 without multiples.
+        n: number of points, the length of a column of words.
+        step: distance between two windows' sets in WorkerMemory: buckets + 1, or 0 where all windows share one set.
+    """
+
+    windows: tuple[str, str]
+    points: tuple[str, str]
+    stride: str
+    n: str
+    bits: str
+    buckets: str
+    sets: str
+    step: str
+
+    def all_buckets(self, code: FunctionBuilder) -> str:
+        """Return the number of buckets of all sets, including each set's bucket 0."""
+        return code.i64("mul", self.sets, code.i64("add", self.buckets, 1))
+
+
+def _load(code: FunctionBuilder, pointer: str, index: str | int) -> Value:
+    return code.convert("zext", code.load("i32", pointer, index), "i64")
+
+
+def _store(code: FunctionBuilder, value: str, pointer: str, index: str | int) -> None:
+    code.store("i32", code.convert("trunc", Value(value, "i64"), "i32"), pointer, index)
+
+
+def _sort(code: FunctionBuilder, task: _Task, work: WorkerMemory, columns: str) -> None:
+    """Fill work.ends and work.entries; bucket 0, of zero digits, comes first in each set."""
+    after = task.all_buckets(code)
+    size = code.i64("mul", after, 4)
+    zero, volatile = constant("i8", 0), constant("i1", False)
+    code.intrinsic("void", "llvm.memset.p0.i64", work.ends, zero, size, volatile)
+    mask = code.i64("sub", code.i64("shl", 1, task.bits), 1)
+    for distribute in (False, True):
+        with code.loop(*task.windows) as window:
+            # A digit lies in one or two words, of two columns
+            at = code.i64("mul", window, task.bits)
+            low_column = code.at("i64", columns, code.i64("mul", code.i64("lshr", at, 6), task.n))
+            high_column, shift = code.at("i64", low_column, task.n), code.i64("and", at, 63)
+            base = code.i64("mul", window, task.stride)
+            first = code.i64("mul", code.i64("sub", window, task.windows[0]), task.step)
+            with code.loop(*task.points) as i:
+                low, high = code.load("i64", low_column, i), code.load("i64", high_column, i)
+                word = code.intrinsic("i64", "llvm.fshr.i64", high, low, shift)
+                digit = code.i64("sub", code.i64("and", word, mask), task.buckets)
+                negative = code.i64("ashr", digit, 63)  # all ones, or 0
+                magnitude = code.i64("sub", code.i64("xor", digit, negative), negative)
+                bucket = code.i64("add", first, magnitude)
+                position = _load(code, work.ends, bucket)
+                _store(code, code.i64("add", position, 1), work.ends, bucket)
+                if distribute:
+                    sign = code.i64("and", negative, SIGN)
+                    entry = code.i64("or", code.i64("add", base, i), sign)
+                    _store(code, entry, work.entries, position)
+        if not distribute:
+            total = code.variable("i64", "0")
+            with code.loop(0, after) as bucket:
+                count = _load(code, work.ends, bucket)
+                _store(code, total.get(), work.ends, bucket)
+                total.set(code.i64("add", total.get(), count))
+
+
+def _first_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> tuple[str, str]:
+    """Fill work.slots, work.left, the pairs and the entries left over; return the numbers of pairs and of those."""
+    slot, pairs, singles = (code.variable("i64", first) for first in ("1", "0", "0"))
+    begin = code.variable("i64", "0")
+    with code.loop(0, task.sets) as number:
+        zero = code.i64("mul", number, code.i64("add", task.buckets, 1))
+        _store(code, "0", work.left, zero)
+        begin.set(_load(code, work.ends, zero))
+        first = code.i64("add", zero, 1)
+        with code.loop(first, code.i64("add", first, task.buckets)) as bucket:
+            start, end = begin.get(), _load(code, work.ends, bucket)
+            size, slot_before, pairs_before = code.i64("sub", end, start), slot.get(), pairs.get()
+            half, count = code.i64("lshr", code.i64("add", size, 1), 1), code.i64("lshr", size, 1)
+            _store(code, code.select(code.compare("eq", size, 0), 0, slot_before), work.slots, bucket)
+            _store(code, half, work.left, bucket)
+            with code.loop(0, count) as k:
+                here = code.i64("add", start, k)
+                pair = code.i64("add", pairs_before, k)
+                _store(code, _load(code, work.entries, here), work.a, pair)
+                _store(code, _load(code, work.entries, code.i64("add", here, half)), work.b, pair)
+                _store(code, code.i64("add", slot_before, k), work.z, pair)
+            with code.when(code.compare("ne", half, count)):
+                alone = singles.get()
+                _store(code, _load(code, work.entries, code.i64("add", start, count)), work.single, alone)
+                _store(code, code.i64("add", slot_before, count), work.single_slot, alone)
+                singles.set(code.i64("add", alone, 1))
+            pairs.set(code.i64("add", pairs_before, count))
+            slot.set(code.i64("add", slot_before, half))
+            begin.set(end)
+    return pairs.get(), singles.get()
+
+
+def _next_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> str:
+    """Fill the pairs and lower work.left; return the number of pairs, 0 once each bucket has at most one slot."""
+    pairs = code.variable("i64", "0")
+    with code.loop(1, task.all_buckets(code)) as bucket:
+        size = _load(code, work.left, bucket)
+        with code.when(code.compare("ugt", size, 1)):
+            half = code.i64("lshr", code.i64("add", size, 1), 1)
+            _store(code, half, work.left, bucket)
+            first, at = _load(code, work.slots, bucket), pairs.get()
+            count = code.i64("sub", size, half)
+            with code.loop(0, count) as k:
+                here, pair = code.i64("add", first, k), code.i64("add", at, k)
+                _store(code, here, work.a, pair)
+                _store(code, code.i64("add", here, half), work.b, pair)
+                _store(code, here, work.z, pair)
+            pairs.set(code.i64("add", at, count))
+    return pairs.get()
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+def _enter(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    k = Elements(curve.coordinates, form, code)
+    stop = code.smin("%end", "%n")
+    with code.loop("%begin", stop, form.lanes) as i:
+        lanes = Lanes(k, i, stop)
+        x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
+        entered = [from_memory(k, k.read(x, part)) for part in range(2)]
+        for part, element in enumerate(entered):
+            k.write(z, part, element)
+
+
+def _recode(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    shift = code.load("i320", "%shift", align=8)
+    with code.loop("%begin", code.smin("%end", "%n")) as i:
+        scalar = code.load("i256", code.at("[4 x i64]", "%scalars", i), align=8)
+        total = code.op("add", code.convert("zext", scalar, "i320"), shift)
+        for word in range(6):
+            value = code.convert("trunc", code.op("lshr", total, 64 * word), "i64") if word < 5 else "0"
+            code.store("i64", value, "%columns", code.i64("add", code.i64("mul", "%n", word), i))
+
+
+def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    k = Elements(curve.coordinates, form, code)
+    size = {name: code.load("i64", "%sizes", i) for i, name in enumerate(SIZES)}
+    with code.loop("%begin", "%end") as worker:
+        base = code.at("i8", "%scratch", code.i64("mul", worker, size["scratch"]))
+        arrays = [code.at("i8", base, code.load("i64", "%offsets", i)) for i in range(len(WorkerMemory._fields) + 1)]
+        work, batch = WorkerMemory(*arrays[:-1]), arrays[-1]
+        slots = [work.points] * form.lanes
+        k.write(slots, 0, k.zero)
+        k.write(slots, 1, k.zero)
+        number = code.variable("i64", code("atomicrmw add ptr %next, i64 1 monotonic", "i64"))
+        with code.loop_while(lambda: code.compare("slt", number.get(), size["tasks"])):
+            t = number.get()
+            first = code.i64("mul", t, TASK)
+            row = [code.load("i64", "%tasks", code.i64("add", first, i)) for i in range(TASK)]
+            common = {name: size[name] for name in ("stride", "n", "bits", "buckets", "step")}
+            task = _Task(windows=(row[0], row[1]), points=(row[2], row[3]), sets=row[4], **common)
+            _sort(code, task, work, "%columns")
+            _add_up(k, task, work, batch)
+            with code.loop(0, task.sets) as one:
+                partial = code.i64("add", row[5], code.i64("mul", one, row[6]))
+                address = code.at("i8", "%partials", code.i64("mul", partial, 3 * k.size))
+                zero = code.i64("mul", one, code.i64("add", task.buckets, 1))
+                _weight(k, task, work, zero, address)
+            number.set(code("atomicrmw add ptr %next, i64 1 monotonic", "i64"))
+
+
+def _add_up(k: Elements, task: _Task, work: WorkerMemory, batch: str) -> None:
+    """Add in rounds until each bucket has one slot."""
+    code = k.code
+
+    def add_pairs(source: str, count: str) -> None:
+        arrays = ", ".join(f"ptr {pointer}" for pointer in (source, work.points, work.a, work.b, work.z, batch))
+        code.do(f"call void @msm_pairs({arrays}, i64 {count})")
+
+    count, singles = _first_round(code, task, work)
+    add_pairs("%points", count)
+    arrays = f"ptr %points, ptr {work.points}, ptr {work.single}, ptr {work.single_slot}"
+    code.do(f"call void @msm_copy({arrays}, i64 {singles})")
+    pairs = code.variable("i64", _next_round(code, task, work))
+    with code.loop_while(lambda: code.compare("ne", pairs.get(), 0)):
+        add_pairs(work.points, pairs.get())
+        pairs.set(_next_round(code, task, work))
+
+
+def _signed(k: Elements, array: str, indices: Sequence[str]) -> tuple[list[str], str]:
+    """Return the point indices of a pack of entries, and the mask of their signs."""
+    code, packs = k.code, k.packs
+    entries = [_load(code, array, index) for index in indices]
+    sign = code.compare("uge", packs.joined(code, entries), SIGN)
+    return [code.i64("and", entry, SIGN - 1) for entry in entries], sign
+
+
+def _point_addresses(k: Elements, base: str, numbers: Sequence[str]) -> list[str]:
+    return [k.code.at("i8", base, k.code.i64("mul nsw", number, 2 * k.size)) for number in numbers]
+
+
+def _signed_y(k: Elements, addresses: Sequence[str], sign: str) -> Element:
+    """Read y, or -y where the sign is set."""
+    y = k.read(addresses, 1)
+    return k.select(sign, k.neg(y), y)
+
+
+def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
+    """Build msm_pairs(source, target, a, b, z, batch, count): target[z[i]] = +-source[a[i]] +- source[b[i]]."""
+    arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "b", "z", "batch")), "i64 %count"]
+    code = FunctionBuilder("msm_pairs", arguments, attributes=NOINLINE)
+    small = curve.coordinates.degree == 1 and form.field.limbs <= _INLINED
+    k = Elements(curve.coordinates, form, code, calls=not small)
+    block = PACKS * form.lanes
+    denominators = code.at(form.type, "%batch", PACKS * k.degree)
+    scratch = Scratch("%batch", denominators, code.at(form.type, denominators, PACKS * k.degree))
+    with code.loop(0, "%count", block) as base:
+        last = code.smin(code.i64("add nsw", base, block), "%count")
+        rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
+
+        def pair(i: str) -> Pair:
+            indices = Lanes(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
+            sources, signs = [], []
+            for array in ("%a", "%b"):
+                numbers, sign = _signed(k, array, indices)
+                sources.append(_point_addresses(k, "%source", numbers))
+                signs.append(sign)
+            target = _point_addresses(k, "%target", _signed(k, "%z", indices)[0])
+
+            def ys() -> tuple[Element, Element]:
+                return _signed_y(k, sources[0], signs[0]), _signed_y(k, sources[1], signs[1])
+
+            def write(x: Element, y: Element) -> None:
+                k.write(target, 0, x)
+                k.write(target, 1, y)
+
+            def fetch() -> None:
+                for address in (*sources[0], *sources[1]):
+                    for line in range(0, 2 * k.size, _LINE):
+                        read, locality, data = (constant("i32", value) for value in (0, 3, 1))
+                        code.intrinsic("void", "llvm.prefetch.p0", code.at("i8", address, line), read, locality, data)
+
+            return Pair(lambda: (k.read(sources[0], 0), k.read(sources[1], 0)), ys, write, fetch)
+
+        batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.radix)
+    code.ret()
+    return code
+
+
+def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
+    """Build msm_copy(source, target, a, z, count): target[z[i]] = +-source[a[i]]."""
+    arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "z")), "i64 %count"]
+    code = FunctionBuilder("msm_copy", arguments, attributes=NOINLINE)
+    k = Elements(curve.coordinates, form, code)
+    with code.loop(0, "%count", form.lanes) as i:
+        indices = Lanes(k, i, "%count").indices
+        numbers, sign = _signed(k, "%a", indices)
+        source = _point_addresses(k, "%source", numbers)
+        target = _point_addresses(k, "%target", _signed(k, "%z", indices)[0])
+        x, y = k.read(source, 0), _signed_y(k, source, sign)
+        k.write(target, 0, x)
+        k.write(target, 1, y)
+    code.ret()
+    return code
+
+
+def _weight(k: Elements, task: _Task, work: WorkerMemory, zero: str, partial: str) -> None:
+    """Write the sum of b times bucket b of the set whose bucket 0 is at `zero`.
+
+    Lane l has the buckets b = lanes j + l + 1. From the highest j down, R = R + bucket and S = S + R give S, the sum of
+    j + 1 times a bucket, so the result is lanes S - (lanes - 1 - l) R, summed over the lanes.
+    """
+    code, lanes = k.code, k.packed.lanes
+    running, total, bucket = k.space(3), k.space(3), k.space(2)
+    _set_infinity(k, running, total)
+    with code.countdown(code.i64("sdiv", task.buckets, lanes)) as j:
+        first = code.i64("add", zero, code.i64("add", code.i64("mul", j, lanes), 1))
+        slots = [_load(code, work.slots, code.i64("add", first, lane)) for lane in range(lanes)]
+        addresses = _point_addresses(k, work.points, slots)
+        for i in range(2):
+            k.store(bucket, i, k.read(addresses, i))
+        code.do(f"call void @point_add_affine(ptr {running}, ptr {running}, ptr {bucket})")
+        code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {running})")
+    if lanes > 1:
+        _join_lanes(k, running, total)
+    for i in range(3):
+        k.write([partial] * lanes, i, k.load(total, i))
+
+
+def _join_lanes(k: Elements, running: str, total: str) -> None:
+    """Set total, in all lanes, to the sum over lanes l of lanes S - (lanes - 1 - l) R, S in total and R in running."""
+    code, packs, lanes = k.code, k.packs, k.packed.lanes
+    weighted, chosen = k.space(3), k.space(3)
+    infinity = (k.zero, k.one, k.zero)
+    _set_infinity(k, weighted)
+    for bit in reversed(range((lanes - 1).bit_length())):
+        code.do(f"call void @point_double(ptr {weighted}, ptr {weighted})")
+        code.do(f"call void @point_double(ptr {total}, ptr {total})")
+        mask = packs.lanes([bool(lanes - 1 - lane >> bit & 1) for lane in range(lanes)])
+        for i, other in enumerate(infinity):
+            k.store(chosen, i, k.select(mask, k.load(running, i), other))
+        code.do(f"call void @point_add(ptr {weighted}, ptr {weighted}, ptr {chosen})")
+    k.store(weighted, 1, k.neg(k.load(weighted, 1)))
+    code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {weighted})")
+    step = lanes // 2
+    while step:
+        for i in range(3):
+            k.store(chosen, i, tuple(packs.rotated(code, pack, step) for pack in k.load(total, i)))
+        code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
+        step //= 2
+
+
+def _set_infinity(k: Elements, *points: str) -> None:
+    for point in points:
+        for i, element in enumerate((k.zero, k.one, k.zero)):
+            k.store(point, i, element)
+
+
+def _finish(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    """Build Horner's rule; all lanes compute the same."""
+    k = Elements(curve.coordinates, form, code)
+    total, partial = k.space(3), k.space(3)
+    _set_infinity(k, total)
+    with code.loop(0, "%count") as t:
+        with code.loop(0, code.load("i64", "%doublings", t)):
+            code.do(f"call void @point_double(ptr {total}, ptr {total})")
+        address = code.at("i8", "%partials", code.i64("mul", t, 3 * k.size))
+        for i in range(3):
+            k.store(partial, i, k.read([address] * form.lanes, i))
+        code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {partial})")
+    store_affine(k, total, ["%z"] * form.lanes)
+
+
+_POINTERS = {
+    **dict.fromkeys(("x", "z", "points", "partials", "scalars", "columns", "shift"), "u64"),
+    **dict.fromkeys(("tasks", "next", "offsets", "doublings", "sizes"), "i64"),
+    "scratch": "u8",
+}
+_ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField, FunctionBuilder], None]]] = {
+    "enter": (("x", "z", "n"), _enter),
+    "recode": (("scalars", "columns", "shift", "n"), _recode),
+    "sum": (("points", "columns", "tasks", "next", "scratch", "offsets", "partials", "sizes"), _sum),
+    "finish": (("partials", "doublings", "z", "count"), _finish),
+}
+
+
+# Multi-scalar multiplication on the CPU: buckets of signed digits, filled by affine additions with shared inversions
 
 U64 = npt.NDArray[np.uint64]
 

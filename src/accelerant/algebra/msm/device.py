@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve import weierstrass
-from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.weierstrass import Curve, Jacobian
+from accelerant.algebra.curve.weierstrass import Curve, Jacobian, decode_points, encode_points
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.program import montgomery_radix
-from accelerant.algebra.msm.cpu import doublings
+from accelerant.algebra.msm.cpu import doublings, kernel_source
 from accelerant.algebra.msm.device_plan import (
     BINS_LOCAL_BYTES,
     MAX_INDICES,
@@ -40,7 +39,6 @@ from accelerant.algebra.msm.device_plan import (
     prepared_sum,
     scratch_shapes,
 )
-from accelerant.algebra.msm.llvm_kernels import kernel_source
 from accelerant.errors import OutOfMemory
 from accelerant.runtime.ledger import launch
 from accelerant.runtime.time_limit import check_time

@@ -25,9 +25,18 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import BLOCK, montgomery_radix
 from accelerant.algebra.field.program import kernel_source as field_source
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of
-from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, by_limbs, pass_kernel
 from accelerant.algebra.ntt.plan import Pass, RowPowers, Variant, make_passes, powers, reversed_numbers
-from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, kernel_source, powers_source
+from accelerant.algebra.ntt.program import (
+    LADDER,
+    POINTERS,
+    SCALARS,
+    Tile,
+    by_limbs,
+    has_quotients,
+    kernel_source,
+    pass_kernel,
+    powers_source,
+)
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_record

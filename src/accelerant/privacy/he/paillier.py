@@ -35,8 +35,16 @@ import numpy.typing as npt
 import torch
 
 from accelerant._renamed import understood_arguments
-from accelerant.algebra.bigint import FixedBasePowers, Residues, gmp, residues_of
-from accelerant.algebra.bigint.residues import DevicePairs, DeviceResidues, ints_of, words_of
+from accelerant.algebra.bigint import (
+    DevicePairs,
+    DeviceResidues,
+    FixedBasePowers,
+    Residues,
+    gmp,
+    ints_of,
+    residues_of,
+    words_of,
+)
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import (
     ConfigError,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from accelerant.algebra.curve import Curve, curve_of, launch
-from accelerant.algebra.curve.encoding import encode_points
-from accelerant.algebra.curve.weierstrass import Affine, multiply
+from accelerant.algebra.curve.weierstrass import Affine, encode_points, multiply
 from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import HOST, in_kind, signed_view, space_of
 from accelerant.errors import FormatError

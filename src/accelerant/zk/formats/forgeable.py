@@ -31,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.curve.parameters import Curve, Family, endomorphism
-from accelerant.algebra.curve.weierstrass import add
+from accelerant.algebra.curve.weierstrass import add, decode_points
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.zk.formats.container import U64
 

@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, family_of
+from accelerant.algebra.curve.weierstrass import encode_points
 from accelerant.errors import ConfigError, FormatError
 from accelerant.zk.formats import container
 from accelerant.zk.formats.container import U64, point_words, words_of

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family, family_of
+from accelerant.algebra.curve.weierstrass import decode_points, encode_points
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import known_name, letters_of
 from accelerant.algebra.field.words import index_of

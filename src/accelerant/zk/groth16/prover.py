@@ -22,9 +22,8 @@ import numpy as np
 
 from accelerant._renamed import renamed_arguments
 from accelerant.algebra.curve import launch
-from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.curve.weierstrass import Curve, decode_points
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.memory_space import HOST

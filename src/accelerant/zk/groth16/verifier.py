@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from accelerant._version import __version__
 from accelerant.algebra.curve import launch
-from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.pairing import loops, product, product_is_one
 from accelerant.algebra.curve.parameters import Family, family_of
-from accelerant.algebra.curve.weierstrass import Curve, multiply
+from accelerant.algebra.curve.weierstrass import Curve, decode_points, encode_points, multiply
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
