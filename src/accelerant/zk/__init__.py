@@ -42,8 +42,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("intt", "ifft"), "zk.ntt(x, inverse=True)"),
     "fft": "zk.ntt",
     "multiexp": "zk.msm",
-}
-"""Names of galois and of other libraries -> what to write here."""
+}  # Names of galois and of other libraries -> what to write here
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _of_package, __dir__ = lazy(__name__, __all__, {})

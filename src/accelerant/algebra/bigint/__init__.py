@@ -174,14 +174,9 @@ class FixedBasePowers:
 
 # --- devices ----------------------------------------------------------------------------------------------------------
 
-BLOCK = 128
-"""Most threads per block."""
-
-TABLE_BYTES = 2**30
-"""Most bytes of the tables of one launch."""
-
-_TABLE, _INVERTED_ON_HOST = 16, 16
-"""Numbers of a power's table; fewest numbers whose inverses take several launches."""
+BLOCK = 128  # Most threads per block
+TABLE_BYTES = 2**30  # Most bytes of the tables of one launch
+_TABLE, _INVERTED_ON_HOST = 16, 16  # Numbers of a power's table; fewest numbers whose inverses take several launches
 
 _ENTRIES = {
     "kernel.c": {
@@ -412,8 +407,7 @@ def ints_of(words: npt.NDArray[Any]) -> list[Any]:
 
 
 _U32 = np.dtype(np.uint32)
-_SECRET_WINDOW, _PUBLIC_WINDOW = 4, 5
-"""Bits of an exponent for each product: a table that is read whole is small."""
+_SECRET_WINDOW, _PUBLIC_WINDOW = 4, 5  # Bits of an exponent for each product: a table that is read whole is small
 
 
 class DevicePairs:

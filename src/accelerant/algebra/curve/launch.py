@@ -43,8 +43,7 @@ Test = Literal["off_curve", "off_subgroup"]
 _CHUNKS = {"cpu": 64, "": 128}
 """Points per partial result of a test, which is one index of the CPU's kernel, and one block elsewhere."""
 
-_LANES = 8
-"""Most points that the CPU's kernels process at once."""
+_LANES = 8  # Most points that the CPU's kernels process at once
 
 _COSTS = {
     "add": (3, 12), "neg": (2, 0), "mul": (2, 256 * 8 + 64 * 12), "inward": (2, 0),
@@ -266,11 +265,8 @@ def _record(curve: Curve[Any], op: str, space: MemorySpace, n: int) -> OpRecord:
 
 # --- programs in C ----------------------------------------------------------------------------------------------------
 
-BLOCK = 128
-"""Most threads per block in the C dialects; a power of two. Each may use 255 registers and more."""
-
-ADDS = 16
-"""Points that a thread of curve_add adds with one inversion."""
+BLOCK = 128  # Most threads per block in the C dialects; a power of two. Each may use 255 registers and more.
+ADDS = 16  # Points that a thread of curve_add adds with one inversion
 
 _FOLDERS = ("algebra/field", "algebra/curve")
 _BY_CHUNK = ("curve_off_curve", "curve_off_subgroup")

@@ -53,8 +53,7 @@ from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value
 
 Element = tuple[str, ...]
 
-_SMALL = 16
-"""Factors up to here are additions: a product takes as long as six or more of them."""
+_SMALL = 16  # Factors up to here are additions: a product takes as long as six or more of them
 
 
 # --- packs in memory -------------------------------------------------------------------------------------------------
@@ -421,8 +420,7 @@ def _add_affine(k: Elements, b3: Sequence[int]) -> None:
     store_point(k, "%z", [k.select(infinity, old, new) for old, new in zip(p, total, strict=True)])
 
 
-_ODD = 4
-"""Odd multiples in a table for public_digits: P, 3 P, 5 P and 7 P."""
+_ODD = 4  # Odd multiples in a table for public_digits: P, 3 P, 5 P and 7 P
 
 
 def public_digits(number: int) -> tuple[list[int], int]:
@@ -539,8 +537,7 @@ class Scratch:
     special: str
 
 
-_PREFETCH = 4
-"""Packs between prefetching points and reading them: a miss takes about as long as a pack's first pass."""
+_PREFETCH = 4  # Packs between prefetching points and reading them: a miss takes about as long as a pack's first pass
 
 
 def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scratch, unit: int) -> None:
@@ -617,8 +614,7 @@ _PACKS = 256
 """Packs of pairs over Fq that share an inversion (some 330 products of 254 bits; 5M + 1S for each pack), half as many
 over Fq2. Their intermediate values take at most 256 KiB of stack, for BLS12-381 in lanes of eight."""
 
-_SCALAR_WINDOW = 4
-"""Bits of a digit of curve_mul: a table of 16 multiples."""
+_SCALAR_WINDOW = 4  # Bits of a digit of curve_mul: a table of 16 multiples
 
 _LIMB_BITS = {1: 64, 8: 52}
 """Bits of a limb of a pack in memory, by the pack's lanes: limbs are i64 or vectors of eight."""

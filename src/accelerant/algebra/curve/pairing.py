@@ -54,14 +54,9 @@ from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 
 Fq6 = tuple[Fq2, Fq2, Fq2]
 Fq12 = tuple[Fq6, Fq6]
-Projective = tuple[Fq2, Fq2, Fq2]
-"""A point (X/Z, Y/Z) of the twist."""
-
-Line = tuple[Fq2, Fq2, Fq2]
-"""Coefficients of 1, w, w^3 on a twist by division; of 1, w^2, w^3 on one by multiplication."""
-
-FQ12_SIZE = 12
-"""Registers of an element of Fq12, in the order of its nested tuples."""
+Projective = tuple[Fq2, Fq2, Fq2]  # A point (X/Z, Y/Z) of the twist
+Line = tuple[Fq2, Fq2, Fq2]  # Coefficients of 1, w, w^3 on a twist by division; of 1, w^2, w^3 on one by multiplication
+FQ12_SIZE = 12  # Registers of an element of Fq12, in the order of its nested tuples
 
 U64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -72,8 +67,7 @@ _CHECKS = 11
 
 _Z = slice(7, 9)
 
-_BATCH = 256
-"""Groups of pairs whose registers are allocated at a time: 6 to 10 KiB each."""
+_BATCH = 256  # Groups of pairs whose registers are allocated at a time: 6 to 10 KiB each
 
 _GROUP = 4
 """Pairs of one Miller loop. The squarings they share are a tenth of its work; the code for more pairs would not fit in

@@ -170,8 +170,7 @@ FAMILIES = {
             ),
         ),
     )
-}
-"""Families by name."""
+}  # Families by name
 
 
 def _checked(curve: Curve[E]) -> Curve[E]:
@@ -202,8 +201,7 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
     f"{family}_{group}": functools.partial(make, family)
     for family in FAMILIES
     for group, make in (("g1", _g1), ("g2", _g2))
-}
-"""Functions that return the curve of a name; the first call takes milliseconds, to check the generator's order."""
+}  # Functions that return the curve of a name; the first call takes milliseconds, to check the generator's order
 
 
 def curve_of(name: Any) -> Curve[Any]:
@@ -277,8 +275,7 @@ def register_curve(
     return curve_of(name)
 
 
-_LARGEST_NONRESIDUE = 64
-"""Products by c + u are c - 1 additions."""
+_LARGEST_NONRESIDUE = 64  # Products by c + u are c - 1 additions
 
 
 def register_family(

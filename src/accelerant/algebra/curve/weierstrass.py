@@ -45,11 +45,8 @@ from accelerant.runtime.files import clipped
 
 E = TypeVar("E")
 Pair = tuple[int, int]
-Affine = tuple[E, E] | None
-"""(x, y), reduced; None is the point at infinity."""
-
-SCALAR_WORDS = 4
-"""64-bit words of a scalar, on every curve."""
+Affine = tuple[E, E] | None  # (x, y), reduced; None is the point at infinity
+SCALAR_WORDS = 4  # 64-bit words of a scalar, on every curve
 
 
 class Coordinates(Protocol[E]):

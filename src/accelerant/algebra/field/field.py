@@ -570,5 +570,4 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
     "reciprocal": FieldArray.inv,
     "equal": operator.eq,
     "not_equal": operator.ne,
-}
-"""NumPy function -> the method or operator. np.true_divide is np.divide."""
+}  # NumPy function -> the method or operator. np.true_divide is np.divide.

@@ -36,8 +36,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
 
-FORMS = ("scalar", "vector")
-"""One element at a time; or several, which needs AVX512-IFMA for fields of several limbs."""
+FORMS = ("scalar", "vector")  # One element at a time; or several, which needs AVX512-IFMA for fields of several limbs
 
 SOURCES = ("algebra",)
 """Folders of the package with code that writes kernels over packs; the same for all kernels, to be hashed once."""

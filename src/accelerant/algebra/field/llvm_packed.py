@@ -42,8 +42,7 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation import llvm
 from accelerant.runtime.compilation.llvm import REGISTERS, FunctionBuilder, Operand, Value, constant, vector
 
-ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
-"""Arguments of the functions that read or write elements of an array."""
+ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")  # Arguments of the functions that read or write elements of an array
 
 
 class PackedField(Protocol):

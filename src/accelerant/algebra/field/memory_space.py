@@ -26,8 +26,7 @@ from accelerant.runtime.provider import Buffer, ComputeProvider, Pointer, out_of
 from accelerant.runtime.registry import DeviceLike
 
 Shape = tuple[int, ...]
-_ALIGNMENT = 16
-"""Bytes of the kernels' widest access; elements of several limbs are a multiple of it."""
+_ALIGNMENT = 16  # Bytes of the kernels' widest access; elements of several limbs are a multiple of it
 
 _WITH_TENSORS = ("cuda",)
 
@@ -165,8 +164,7 @@ class _HostSpace(MemorySpace):
         return int(zero.argmax()) if zero.any() else None
 
 
-HOST: MemorySpace = _HostSpace()
-"""The CPU's memory."""
+HOST: MemorySpace = _HostSpace()  # The CPU's memory
 
 
 class DeviceVerdict:

@@ -134,8 +134,7 @@ def field_of(name: Any) -> Field:
     return found
 
 
-_MOST_BITS = 4096
-"""Bits of the largest modulus that is tested for primality: it takes seconds beyond."""
+_MOST_BITS = 4096  # Bits of the largest modulus that is tested for primality: it takes seconds beyond
 
 
 def is_prime(n: int) -> bool:

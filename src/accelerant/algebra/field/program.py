@@ -262,8 +262,7 @@ def ptx_macros(field: Field, prefix: str) -> str:
 
 # --- A field's programs, assembled from its constants and the C and WGSL files of this folder ------------------------
 
-BLOCK = 256
-"""Most threads per block in the C dialects; a power of two."""
+BLOCK = 256  # Most threads per block in the C dialects; a power of two
 
 INVERSES = 16
 """Elements that a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits,
@@ -475,8 +474,7 @@ _MAPS = {
     "field_reduce": "from_montgomery(to_montgomery(load_x(i)))",
     "field_pow": "from_montgomery(power(to_montgomery(load_x(i)), scalars.bits))",
     "field_pow_montgomery": "power(load_x(i), scalars.bits)",
-}
-"""Entry -> the value of element i."""
+}  # Entry -> the value of element i
 
 _INVERT = "    invert(linear_group(group, groups), thread, scalars.n, {canonical});\n"
 
@@ -513,8 +511,7 @@ _UNREDUCED = """\
         first[2 * block] = u32(least);
         first[2 * block + 1] = 0u;
     }
-"""
-"""Indices are i64 in memory."""
+"""  # Indices are i64 in memory
 
 _BODIES = {name: _MAP.format(guarded=f"store_z(i, {value});") for name, value in _MAPS.items()} | {
     "field_inv": _INVERT.format(canonical="true"),

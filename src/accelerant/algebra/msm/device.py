@@ -47,14 +47,9 @@ U64 = npt.NDArray[np.uint64]
 Words = Any
 Load = Callable[[npt.NDArray[Any]], Words]
 
-STREAMED_BYTES = 1 << 28
-"""Largest chunk of points that is copied from the host at once."""
-
-_MEMORY_SHARE = 0.8
-"""Largest share of the free memory that the scratch of a sum takes."""
-
-_MULTIPLES_SHARE = 0.5
-"""Largest share of the free memory that the multiples of fixed points take."""
+STREAMED_BYTES = 1 << 28  # Largest chunk of points that is copied from the host at once
+_MEMORY_SHARE = 0.8  # Largest share of the free memory that the scratch of a sum takes
+_MULTIPLES_SHARE = 0.5  # Largest share of the free memory that the multiples of fixed points take
 
 _SMALL_BYTES = 1 << 31
 """Scratch up to this size is allocated without asking for the free memory, which takes up to a millisecond."""

@@ -52,25 +52,18 @@ entries on; none for other limbs. Scratch grows with them: 2^22 points of BLS12-
 docs/zk.md has the times.
 """
 
-_ROUNDS_FILL = 13
-"""Average units of a bucket below which rounds pad too much."""
-
-_ROUNDS_SHARE = (1.0, 0.97, 0.9)
-"""Time of an entry with no round, one, and more, relative to its products."""
+_ROUNDS_FILL = 13  # Average units of a bucket below which rounds pad too much
+_ROUNDS_SHARE = (1.0, 0.97, 0.9)  # Time of an entry with no round, one, and more, relative to its products
 
 _MAX_ROUNDS = 5
 _AFFINE_ENTRIES = 64
 """Entries of a thread of affine.c: enough that its share of an inversion is small, and that threads fill a device."""
 
-_BINNED_ENTRIES = 1 << 21
-"""Entries from which bins.c sorts them, three launches more."""
-
-_INVERT_THREADS = 1 << 15
-"""Threads of msm_affine_invert above which each takes more products."""
+_BINNED_ENTRIES = 1 << 21  # Entries from which bins.c sorts them, three launches more
+_INVERT_THREADS = 1 << 15  # Threads of msm_affine_invert above which each takes more products
 
 _COMBINE_BLOCKS = 1024
-_CACHED = 256
-"""Plans, and chunks of them, whose launches are kept."""
+_CACHED = 256  # Plans, and chunks of them, whose launches are kept
 
 MAX_INDICES = (1 << 31) - 1
 """Largest number of points, or of digits of a chunk: the kernels keep them in 31 bits and a sign."""

@@ -42,8 +42,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_record
 from accelerant.runtime.time_limit import check_time, is_limited
 
-LOG_MOST = 27
-"""Log2 of the largest number of points of a transform."""
+LOG_MOST = 27  # Log2 of the largest number of points of a transform
 
 _TABLES_LIMIT_BYTES = 2 * 1024**3
 """Limit on the tables of all cached plans; twiddles of 2^24 points of four words are 512 MiB."""
@@ -239,8 +238,7 @@ class CpuNttPlan(NttPlan):
         HOST.provider.launch(kernel, (elements,), (1,), (*pointers, *scalars(step, elements)))
 
 
-_THREADS = 8
-"""Log2 of the most threads of a block: what every device supports."""
+_THREADS = 8  # Log2 of the most threads of a block: what every device supports
 
 _SIZES_LIMIT = 256
 """Prepared launches that a plan keeps, for each pass and number of elements one with and one without a verdict."""
@@ -459,8 +457,7 @@ def _multiply(field: Field, x: Words, y: Words, z: Words) -> None:
     launch(HOST, field_source(field, entry), entry, n, 1, (x, y, z), n)
 
 
-_LOG_STEPS = 4
-"""Log2 of the most factors of a thread."""
+_LOG_STEPS = 4  # Log2 of the most factors of a thread
 
 
 def device_tables(space: MemorySpace, field: Field, step: Pass, tile: Tile) -> Tables:

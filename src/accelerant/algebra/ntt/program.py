@@ -39,11 +39,8 @@ from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects, Ll
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Operand, Value, constant, program
 from accelerant.runtime.compilation.wgsl import bindings, constants
 
-LADDER = 28
-"""Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points."""
-
-_LOG_TURN = 4
-"""Log2 of the order of Goldilocks's roots that are powers of two, which have order 192."""
+LADDER = 28  # Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points
+_LOG_TURN = 4  # Log2 of the order of Goldilocks's roots that are powers of two, which have order 192
 
 
 @dataclass(frozen=True, slots=True)

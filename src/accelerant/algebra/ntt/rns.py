@@ -37,8 +37,7 @@ from accelerant.runtime.ledger import launch
 U32 = np.dtype(np.uint32)
 Words = npt.NDArray[np.uint32]
 
-MOST_SOURCES = 32
-"""Most primes of a base that is converted to another."""
+MOST_SOURCES = 32  # Most primes of a base that is converted to another
 
 _LOG_TILE, _THREADS = 13, 256  # RNS_LOG_TILE, RNS_THREADS
 _LEVEL = (("z", "roots", "primes"), ("first", "count", "log_n", "log_span", "inverse", "rows"))

@@ -78,8 +78,7 @@ _OPACUS = {
     "UniformWithReplacementSampler": "dp.PoissonSampler",
     "get_noise_multiplier": "dp.calibrate(target_epsilon=, delta=, sample_rate=, steps=)",
     **dict.fromkeys(("RDPAccountant", "PRVAccountant", "create_accountant", "get_epsilon", "epsilon"), _ACCOUNTANT),
-}
-"""Names of Opacus -> what to write here."""
+}  # Names of Opacus -> what to write here
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
     _get, __dir__ = lazy(__name__, __all__, _NAMES)

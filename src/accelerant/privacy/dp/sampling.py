@@ -391,8 +391,7 @@ _LOW: Final = _BITS - 8
 _BLOCK_BITS: Final = 12  # blocks of rare draws: longer ones take long to prepare
 _LEAST_BLOCK_BITS: Final = 6
 
-_Integers = Callable[[int], NDArray[np.int64]]
-"""From n to n uniform integers of 53 bits."""
+_Integers = Callable[[int], NDArray[np.int64]]  # From n to n uniform integers of 53 bits
 
 
 class PoissonSampler:

@@ -45,11 +45,8 @@ MAX_LOG_Q = {
 Encryption Security Standard, version 1.1 (Albrecht et al., HomomorphicEncryption.org, November 2018), for classical
 attacks (BKZ.sieve), a secret uniform in {-1, 0, 1}, and errors of standard deviation 3.2."""
 
-_PRIME_BITS = (27, 30)
-"""Fewest and most bits of a data prime: those of algebra.ntt.rns."""
-
-_SCRATCH_MOST_BYTES = 16 * 1024**2
-"""Size of the largest array that is kept for the next operation."""
+_PRIME_BITS = (27, 30)  # Fewest and most bits of a data prime: those of algebra.ntt.rns
+_SCRATCH_MOST_BYTES = 16 * 1024**2  # Size of the largest array that is kept for the next operation
 
 Words = npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]

@@ -21,8 +21,7 @@ from accelerant.privacy.messages import MessageReader
 from accelerant.runtime.files import AtomicFile
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
-KINDS = ("torch", "numpy", "cupy", "jax")
-"""Libraries of arrays."""
+KINDS = ("torch", "numpy", "cupy", "jax")  # Libraries of arrays
 
 
 _SCHEMES = {"PAI": "Paillier", "BFV": "BFV"}

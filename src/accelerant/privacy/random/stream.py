@@ -330,8 +330,7 @@ class KeystreamKernel(VectorKernel):
 # --- keystreams on devices --------------------------------------------------------------------------------------------
 
 
-KEYSTREAM_BLOCK = 256
-"""Most threads per block of chacha20_keystream; each generates a block of keystream."""
+KEYSTREAM_BLOCK = 256  # Most threads per block of chacha20_keystream; each generates a block of keystream
 
 
 @functools.cache

@@ -49,8 +49,7 @@ TERM = np.dtype([("row", "<u4"), ("wire", "<u4"), ("value", "<u8", (4,))])
 
 _CHUNK = 1 << 16
 
-_MAX_GATES = 1 << 16
-"""Upper bound on the custom gates of a file: a 5-byte entry becomes an object forty times as large."""
+_MAX_GATES = 1 << 16  # Upper bound on the custom gates of a file: a 5-byte entry becomes an object forty times as large
 
 
 @dataclass(frozen=True, slots=True)

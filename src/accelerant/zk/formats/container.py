@@ -44,11 +44,8 @@ FilePath = str | os.PathLike[str]
 MAX_SECTIONS = 256
 """Upper bound on the sections of a file, above what any format uses; bounds the memory of the section table."""
 
-PREFIX = struct.Struct("<4sII")
-"""File header: magic, version, number of sections."""
-
-HEAD = struct.Struct("<IQ")
-"""Section header: id, payload size in bytes."""
+PREFIX = struct.Struct("<4sII")  # File header: magic, version, number of sections
+HEAD = struct.Struct("<IQ")  # Section header: id, payload size in bytes
 
 _WORD_BYTES = 8
 
@@ -291,8 +288,7 @@ class Cursor:
 
 Payload = bytes | npt.NDArray[Any]
 
-_ANYONE, _OWNER = 0o666, 0o600
-"""Permissions of a new file: readable by anyone the umask allows, or by its owner only."""
+_ANYONE, _OWNER = 0o666, 0o600  # Permissions of a new file: readable by anyone the umask allows, or by its owner only
 
 
 def writable_target(path: FilePath) -> Path:
@@ -456,8 +452,7 @@ def count_infinities(words: U64) -> int:
 
 KINDS = {0: "contribution", 1: "beacon"}
 _NAME, _ITERATIONS, _BEACON = 1, 2, 3
-_MAX_LENGTH = 255
-"""Bytes of a name or of a beacon: the format gives their length in one byte."""
+_MAX_LENGTH = 255  # Bytes of a name or of a beacon: the format gives their length in one byte
 
 
 @dataclass(frozen=True, slots=True)

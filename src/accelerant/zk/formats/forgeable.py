@@ -36,11 +36,8 @@ from accelerant.algebra.curve.weierstrass import add, decode_points
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.zk.formats.container import U64
 
-_MOST = 16
-"""Largest numerator and denominator of a factor."""
-
-_ORBIT = 6
-"""Images of a point of G2 that differ by more than their sign: psi has order 12 and psi^6 = -1."""
+_MOST = 16  # Largest numerator and denominator of a factor
+_ORBIT = 6  # Images of a point of G2 that differ by more than their sign: psi has order 12 and psi^6 = -1
 
 _MOST_COMPARED = 1 << 8
 """With more points in IC only equal and opposite ones are looked for: multiples take 0.3 ms a point."""

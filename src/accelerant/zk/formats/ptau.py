@@ -37,8 +37,7 @@ _HEADER, _TAU_G1, _TAU_G2, _ALPHA_G1, _BETA_G1, _BETA_G2, _CONTRIBUTIONS = range
 _POWERS: dict[str, tuple[int, int]] = {"tau_g1": (2, 1), "tau_g2": (3, 2), "alpha_g1": (4, 1), "beta_g1": (5, 1)}
 """Name -> section id, degree of the points."""
 
-_LAGRANGE = 10
-"""Offset from the id of a section of powers to the id of its Lagrange forms."""
+_LAGRANGE = 10  # Offset from the id of a section of powers to the id of its Lagrange forms
 
 _NAMES = {
     _HEADER: "header", **{number: name for name, (number, _) in _POWERS.items()}, _BETA_G2: "beta_g2",
@@ -54,8 +53,7 @@ CONTRIBUTION_POINTS: dict[str, int] = {
 }  # fmt: skip
 """Points of a contribution in file order: name -> degree, 1 for G1 and 2 for G2."""
 
-_HASHES = {"partial_hash": 216, "next_challenge": 64}
-"""Hashes of a contribution in file order: name -> bytes."""
+_HASHES = {"partial_hash": 216, "next_challenge": 64}  # Hashes of a contribution in file order: name -> bytes
 
 _COUNT = struct.Struct("<I")
 

@@ -25,8 +25,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("setup", "newZKey", "contribute", "beacon"), _CEREMONY),
     "exportSolidityCallData": "the command accelerant zk calldata",
     "exportSolidityVerifier": "the command accelerant zk verifier",
-}
-"""Names of snarkjs -> what to write here."""
+}  # Names of snarkjs -> what to write here
 
 if not TYPE_CHECKING:  # a type checker reports a name that is missing
     __getattr__ = missing_names(__name__, _ELSEWHERE)

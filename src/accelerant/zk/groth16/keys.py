@@ -47,11 +47,8 @@ some three seconds; two CPU cores prove 32,701 constraints in 0.1 s."""
 _NVIDIA_NODES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver on Linux and in the Windows Subsystem for Linux."""
 
-_CHUNK_POINTS = 1 << 14
-"""Points converted at a time: 1 or 2 MB of BN254."""
-
-_SMALL_BITS = 32
-"""Scalars below 2^32 have few digits and do not count when the window is chosen."""
+_CHUNK_POINTS = 1 << 14  # Points converted at a time: 1 or 2 MB of BN254
+_SMALL_BITS = 32  # Scalars below 2^32 have few digits and do not count when the window is chosen
 
 
 class UnreducedError(Exception):

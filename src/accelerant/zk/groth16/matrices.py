@@ -36,14 +36,9 @@ from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_rec
 U64 = npt.NDArray[np.uint64]
 Words = Any
 
-BLOCK = 128
-"""Threads of a block of device.c, a power of two."""
-
-ELEMENTS_PER_THREAD = 8
-"""Elements of a thread of groth16_unreduced."""
-
-LONG_ROW = 64
-"""Rows of more entries are summed by a block each; one thread would hold up its warp."""
+BLOCK = 128  # Threads of a block of device.c, a power of two
+ELEMENTS_PER_THREAD = 8  # Elements of a thread of groth16_unreduced
+LONG_ROW = 64  # Rows of more entries are summed by a block each; one thread would hold up its warp
 
 
 def snarkjs_scalar_field(family: Family) -> Field:

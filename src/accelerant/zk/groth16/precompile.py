@@ -30,14 +30,9 @@ from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scala
 
 _PROGRAM = "import sys; from accelerant.zk.groth16.precompile import work; work(sys.argv[1], int(sys.argv[2]))"
 
-_PAIRINGS = 4
-"""Pairings of a verification."""
-
-_PATIENCE_S = 30.0
-"""Longest wait for one kernel, which takes a second or two, more on a busy machine."""
-
-_LARGEST_DOMAIN = 1 << 17
-"""Larger transforms, run to compile their kernels, take as long as compiling them."""
+_PAIRINGS = 4  # Pairings of a verification
+_PATIENCE_S = 30.0  # Longest wait for one kernel, which takes a second or two, more on a busy machine
+_LARGEST_DOMAIN = 1 << 17  # Larger transforms, run to compile their kernels, take as long as compiling them
 
 
 def precompile_kernels(family: str, domain_size: int) -> None:

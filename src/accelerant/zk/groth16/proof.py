@@ -43,14 +43,9 @@ _HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]{1,96}", re.ASCII)
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
 """BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
 
-MAX_JSON_BYTES = 64 << 20
-"""Longest other text that is read: a verification key of 300,000 public inputs has that size."""
-
-_MAX_PROOF_BYTES = 1 << 16
-"""Longest text of a proof that is parsed; snarkjs writes about 1,000 bytes."""
-
-_MAX_SHOWN = 60
-"""Characters of a value in an error message."""
+MAX_JSON_BYTES = 64 << 20  # Longest other text that is read: a verification key of 300,000 public inputs has that size
+_MAX_PROOF_BYTES = 1 << 16  # Longest text of a proof that is parsed; snarkjs writes about 1,000 bytes
+_MAX_SHOWN = 60  # Characters of a value in an error message
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -37,8 +37,7 @@ from accelerant.zk.groth16.matrices import SparseMatrix, snarkjs_scalar_field
 U64 = npt.NDArray[np.uint64]
 Terms = npt.NDArray[np.void]
 
-LABEL = "INSECURE: accelerant zk setup, tau known; tests only"
-"""Name of the single contribution of such a key."""
+LABEL = "INSECURE: accelerant zk setup, tau known; tests only"  # Name of the single contribution of such a key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,11 +201,8 @@ def _coefficients(family: Family, a: Terms, b: Terms) -> npt.NDArray[np.void]:
 
 # --- multiples of one point ------------------------------------------------------------------------------------------
 
-_WIDTHS = range(2, 15)
-"""Bits of a digit. At 14 the table is 20 MB for BN254 G1."""
-
-_CHUNK_POINTS = 1 << 16
-"""Points added at a time: enough for all cores, and they fit the second-level cache."""
+_WIDTHS = range(2, 15)  # Bits of a digit. At 14 the table is 20 MB for BN254 G1.
+_CHUNK_POINTS = 1 << 16  # Points added at a time: enough for all cores, and they fit the second-level cache
 
 
 class FixedBaseTable:

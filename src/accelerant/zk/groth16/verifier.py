@@ -55,16 +55,14 @@ from accelerant.zk.operands import point_operand, points_inward
 
 U64 = npt.NDArray[np.uint64]
 
-_MAX_INPUTS = 1 << 24
-"""Largest accepted number of public inputs, more than any circuit of 2^28 constraints in use has."""
+_MAX_INPUTS = 1 << 24  # Largest accepted number of public inputs, more than any circuit of 2^28 constraints in use has
 
 _KEY_POINTS = ("beta", "gamma", "delta")
 _POINTS = ("alpha", *_KEY_POINTS)
 _FINITE = ("vk_alpha_1", "vk_beta_2", "vk_gamma_2", "vk_delta_2")
 """Points of a verification key that must not be infinity, and their names in JSON."""
 
-_FEW_INPUTS = 64
-"""With more public inputs a multi-scalar multiplication is faster than separate multiples."""
+_FEW_INPUTS = 64  # With more public inputs a multi-scalar multiplication is faster than separate multiples
 
 _COEFFICIENT_BYTES = 16
 

@@ -23,10 +23,8 @@ from accelerant.zk.inference.verifier import LOG_RATE, Element, P, root_of_unity
 
 Words = npt.NDArray[np.uint64]
 FIELD = field_of("goldilocks")
-_PART = 1 << 20
-"""Products of a dot that are copied and summed at a time."""
-_LOG_SMALL = 5
-"""Coordinates of tables of eq that Python computes sooner than kernels are launched."""
+_PART = 1 << 20  # Products of a dot that are copied and summed at a time
+_LOG_SMALL = 5  # Coordinates of tables of eq that Python computes sooner than kernels are launched
 
 
 def base(op: str, x: Words, y: Words | np.uint64) -> Words:

@@ -60,10 +60,8 @@ from accelerant.zk.inference.verifier import (
     table_rows,
 )
 
-_INVERTED = 1 << 18
-"""Denominators that are inverted at a time."""
-_SATURATED, _TABLES = 512, 1022
-"""Rows of table_rows where (255, d) with d > 0 and the tables of activations begin."""
+_INVERTED = 1 << 18  # Denominators that are inverted at a time
+_SATURATED, _TABLES = 512, 1022  # Rows of table_rows where (255, d) with d > 0 and the tables of activations begin
 
 
 class ModelCommitment:

@@ -104,8 +104,7 @@ _NORMS: Tuned[str] = Tuned(
     "clip_norm",
     default=lambda B, T, N, K, itemsize: "ghost" if prefers_ghost(B, T, N, K, itemsize, "cuda") else "instantiate",
     candidates=lambda *sizes: ("ghost", "instantiate"),
-)
-"""The norm of a linear map's gradients on a GPU: by the rule, or by the result of a race of both, sums included."""
+)  # The norm of a linear map's gradients on a GPU: by the rule, or by the result of a race of both, sums included
 
 
 @dataclass(slots=True)

@@ -127,8 +127,7 @@ class Region:
             return mapped(call(*inputs[0], **inputs[1]), leave)
 
 
-_regions: list[Region | None] = []
-"""Those that run, the innermost last; None where a layer left one."""
+_regions: list[Region | None] = []  # Those that run, the innermost last; None where a layer left one
 
 
 def in_region() -> bool:
@@ -590,8 +589,7 @@ _STATE: Final = "__getstate__"
 _HOOKS: Final = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-}
-"""torch's dictionaries of hooks by number, with its dictionaries of their options."""
+}  # torch's dictionaries of hooks by number, with its dictionaries of their options
 
 
 def mark(call: _T) -> _T:

@@ -23,8 +23,7 @@ from accelerant.ops.recurrent.op import run_layers
 from accelerant.privacy.dp.clipping.layers import expanded, linear, require_first_visit
 from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
-_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Matrices for inputs and states, and their biases."""
+_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # Matrices for inputs and states, and their biases
 
 
 def _gates(x: Tensor, states: Tensor, weights: _Weights) -> tuple[Tensor, Tensor]:

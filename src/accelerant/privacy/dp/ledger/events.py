@@ -21,8 +21,7 @@ Neighbouring = Literal["add-or-remove-one", "replace-one"]
 CHARGED_UP_TO: Final = 16.0
 """The total epsilon for which an event's delta is stated: total variation t costs (1 + exp(epsilon)) t of delta."""
 
-DEFAULT_DELTA: Final = 1e-5
-"""The delta at which epsilon is stated where nobody chose one."""
+DEFAULT_DELTA: Final = 1e-5  # The delta at which epsilon is stated where nobody chose one
 
 _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "note": (str, "text"), "source": (str, "text"), "secure": (bool | None, "True, False or None"),

@@ -90,8 +90,7 @@ def make_source(*, insecure: bool) -> NoiseSource:
     return FastSource() if insecure else SecureSource()
 
 
-INSECURE = renamed_arguments(secure="insecure=, its opposite,")
-"""Decorates what took `secure=`."""
+INSECURE = renamed_arguments(secure="insecure=, its opposite,")  # Decorates what took `secure=`
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,7 @@ _FIXED = {
     "batch_first": (True, "an example is an entry of dimension 0"),
     "noise_generator": (None, "noise comes from the system's entropy, and is never repeated"),
     "grad_sample_mode": ("hooks", "norms are computed in the cheaper way for each layer, and any loss is taken"),
-}
-"""Options of Opacus that have one value here, and why."""
+}  # Options of Opacus that have one value here, and why
 
 
 class PoissonLoader:

@@ -31,17 +31,13 @@ from accelerant.ops._differentiable import recorders
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import tensors_of
 
-_FIRST = 10
-"""Backward passes whose loss is repeated."""
+_FIRST = 10  # Backward passes whose loss is repeated
 
 _SHARE = 1 / 512
 """Of the later passes: repeating a loss takes about as long as five losses, 1.5 steps where the vocabulary is large."""
 
-_TOLERANCE = 1e-4
-"""Largest change of a row's gradient that counts as none, relative to the largest."""
-
-_MOST_OPS = 4000
-"""Recorded calls after which recording ends: a loop that never calls backward."""
+_TOLERANCE = 1e-4  # Largest change of a row's gradient that counts as none, relative to the largest
+_MOST_OPS = 4000  # Recorded calls after which recording ends: a loop that never calls backward
 
 _REMEDY = (
     "The loss must be a sum of the examples' losses with loss_reduction='sum', or that sum over a number that no "
@@ -219,8 +215,7 @@ _SCALING = {
     f"{before}{name}{after}"
     for name in ("mul", "div", "truediv", "true_divide", "divide", "multiply", "floordiv")
     for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
-}
-"""Functions that a number from the batch may divide, or multiply, a loss by."""
+}  # Functions that a number from the batch may divide, or multiply, a loss by
 
 _FACTORIES = {"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor", "scalar_tensor"}
 """Functions that make a tensor from numbers of the host."""
@@ -232,8 +227,7 @@ _SIZING = {
 }  # fmt: skip
 """Functions that a number from the batch may change a loss by in other ways."""
 
-_NUMERIC = _SCALING | _FACTORIES | _SIZING
-"""Functions whose numbers may come from the batch."""
+_NUMERIC = _SCALING | _FACTORIES | _SIZING  # Functions whose numbers may come from the batch
 
 _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _READING = {

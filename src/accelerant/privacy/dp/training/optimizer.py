@@ -52,8 +52,7 @@ _COUNT_SENSITIVITY = 0.5
 _LEAST_SHARE = 5.0
 """Least multiplier of the count over the whole's: the gradients then get 2.1% more noise than without the count."""
 
-_LARGEST_CHANGE = 2.0
-"""Limit of a step's change, in natural logarithms: with few expected examples the count is noise."""
+_LARGEST_CHANGE = 2.0  # Limit of a step's change, in natural logarithms: with few expected examples the count is noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

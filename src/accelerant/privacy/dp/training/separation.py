@@ -43,11 +43,8 @@ _RANDOM = 1e-2
 """Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
 
 
-_AGAIN = (2, 4, 8)
-"""Forward passes after the check's that are looked at again, with one choice of rows."""
-
-_SHARE = 1 / 1024
-"""Of the later passes: such a look takes as long as two steps."""
+_AGAIN = (2, 4, 8)  # Forward passes after the check's that are looked at again, with one choice of rows
+_SHARE = 1 / 1024  # Of the later passes: such a look takes as long as two steps
 
 
 @dataclass(slots=True)

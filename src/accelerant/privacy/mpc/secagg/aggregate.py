@@ -31,8 +31,7 @@ from accelerant.runtime.registry import DeviceLike, find_device
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import LedgerLike
 
-Leaving = Mapping[str, Collection[int]]
-"""Clients that send nothing from a stage of STAGES on."""
+Leaving = Mapping[str, Collection[int]]  # Clients that send nothing from a stage of STAGES on
 
 
 class AggregationResult(NamedTuple):

@@ -56,8 +56,7 @@ from accelerant.tensors import DeviceTensor
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-SignedSeed = tuple[bytes, int]
-"""A seed of 32 bytes and its sign, 1 or -1."""
+SignedSeed = tuple[bytes, int]  # A seed of 32 bytes and its sign, 1 or -1
 
 _PAD = 16  # blocks: whole vectors on every CPU
 

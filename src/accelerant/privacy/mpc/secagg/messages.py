@@ -28,8 +28,7 @@ ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
 STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
 """The stages in order; each begins with messages of the clients and ends with the server's answers."""
 
-STATEMENT = 5
-"""The code of what a client of a sparse graph states of its masks: part of messages, not one of them."""
+STATEMENT = 5  # The code of what a client of a sparse graph states of its masks: part of messages, not one of them
 
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
 SHARE_BYTES = 40  # 5 field elements
