@@ -15,7 +15,7 @@ from accelerant.algebra.msm import device_plan as msm
 from accelerant.algebra.ntt.program import powers_source
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import ConfigError
-from accelerant.privacy.random.stream import keystream_source
+from accelerant.privacy.random import keystream_source
 from accelerant.runtime.compilation.inspect import amd_compiler, inspect_amd
 from accelerant.runtime.compilation.kernel import portable_header
 from accelerant.runtime.provider import self_test_source

@@ -86,7 +86,7 @@ def test_a_wrong_answer_is_an_error(name, only, said, cpu, small, monkeypatch):
 def test_one_wrong_output_among_all_is_found(cpu, small, monkeypatch):
     monkeypatch.setattr(suite, "_sampled", lambda n: [])
     monkeypatch.setattr(suite, "ntt", lambda x, **options: spoilt(zk_ntt(x, **options)))
-    zk_ntt = sys.modules["accelerant.zk.transform"].ntt
+    zk_ntt = sys.modules["accelerant.zk.multi_scalar"].ntt
 
     def spoilt(y):
         words = y.words.copy()

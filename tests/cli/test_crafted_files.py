@@ -21,7 +21,7 @@ from accelerant.nn.train import load_checkpoint, run_training, save_checkpoint
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.corpus import tokenizer_path
 from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/dp-cpu.json"
 CPU_LIMIT_S, LIMIT_S = 10, 100  # most take well below a second, of a ledger two; alone on the machine or not

@@ -8,8 +8,7 @@ import pytest
 
 import commands
 from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 
 MNIST = ("--sample-rate", str(256 / 60000), "--steps", "14062", "--delta", "1e-5")
 

@@ -16,7 +16,7 @@ from accelerant.errors import ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops.gelu.op import gelu_reference
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.ops.gelu.portable import source as gelu_source
-from accelerant.privacy.random.stream import keystream_source
+from accelerant.privacy.random import keystream_source
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.ledger import ledger

@@ -15,7 +15,7 @@ from torch import nn
 import accelerant as acl
 from accelerant.errors import ConfigError
 from accelerant.privacy import dp, federated, he, mpc
-from accelerant.privacy.mpc.secagg.aggregate import run_round
+from accelerant.privacy.mpc.secagg import run_round
 from accelerant.privacy.mpc.secagg.protocol import make_identities
 
 EVENT = dp.PrivacyEvent("gaussian", 1.0)

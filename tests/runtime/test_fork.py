@@ -33,7 +33,7 @@ def test_every_lock_is_free_in_a_child():
         for line in path.read_text().splitlines()
         if re.search(r"(?<!fork_safe\()threading\.(R?Lock|Condition)\(", line)
     }
-    assert bare == {"accelerant/zk/groth16/precompile.py: self._changed = threading.Condition()"}  # unused by children
+    assert bare == {"accelerant/zk/groth16/prover.py: self._changed = threading.Condition()"}  # unused by children
     locks = list(host._locks)
     assert len(locks) > 5
     holds, release = threading.Event(), threading.Event()

@@ -12,7 +12,7 @@ from accelerant.algebra.field.program import kernel_source as field_source
 from accelerant.algebra.msm import device_plan as msm
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import CompileError
-from accelerant.privacy.random.stream import keystream_source
+from accelerant.privacy.random import keystream_source
 from accelerant.runtime.compilation.hip import compile_hip, hip_key, hiprtc_version
 from accelerant.runtime.compilation.kernel import CompileOptions, KernelSource
 from accelerant.runtime.host import python_child

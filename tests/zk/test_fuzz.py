@@ -28,8 +28,7 @@ from accelerant.algebra.curve.weierstrass import point_bytes as point_size
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt.plan import ORDERS, ntt_reference
 from accelerant.errors import FormatError
-from accelerant.zk.multi_scalar import FixedBase, msm
-from accelerant.zk.transform import ntt
+from accelerant.zk.multi_scalar import FixedBase, msm, ntt
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from small_orders import checked, of_cofactor, of_small_orders, point_out_of_subgroup

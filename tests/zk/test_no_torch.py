@@ -15,7 +15,7 @@ assert loaded("torch", "llvmlite", "triton") == []
 import accelerant
 import accelerant.runtime.registry
 from accelerant.zk.formats import describe
-from accelerant.zk.transform import ntt
+from accelerant.zk.multi_scalar import ntt
 
 field = accelerant.zk.field("bn254_fr")
 p = field.modulus

@@ -17,7 +17,7 @@ from accelerant.algebra.ntt import launch
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import field as field_of
-from accelerant.zk.transform import ntt
+from accelerant.zk.multi_scalar import ntt
 from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))

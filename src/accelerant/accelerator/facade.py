@@ -50,8 +50,7 @@ from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Event, M
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.runtime.time_limit import check_time, is_limited, time_limit
 from accelerant.tensors import tensor_device
-from accelerant.zk.multi_scalar import FixedBase
-from accelerant.zk.transform import ntt
+from accelerant.zk.multi_scalar import FixedBase, ntt
 
 T = TypeVar("T")
 

@@ -39,10 +39,9 @@ from accelerant.runtime.ledger import Decision, quantile
 from accelerant.runtime.memory.peak import ModelStep, predict_step
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.multi_scalar import msm
+from accelerant.zk.multi_scalar import msm, ntt
 from accelerant.zk.multi_scalar import scratch_bytes as msm_scratch_bytes
 from accelerant.zk.operands import either_order, encoded_points, plain_scalars, scalar_words
-from accelerant.zk.transform import ntt
 
 Tensors = tuple[torch.Tensor, ...]
 Results = torch.Tensor | Tensors

@@ -582,7 +582,7 @@ def _run_field(field: Field, op: str, n: int, device: ComputeDevice) -> Iterator
 
 
 def _run_transform(field: Field, n: int, options: dict[str, Any], device: ComputeDevice) -> Iterator[Found]:
-    from accelerant.zk.transform import ntt
+    from accelerant.zk.multi_scalar import ntt
 
     x, prime = _elements(field, n, 3), prime_field(field.name)
     y = ntt(prime.encode(x), field.name, device=device, **options)
@@ -650,7 +650,7 @@ def _run_residues(power: bool, device: ComputeDevice) -> Iterator[Found]:
 
 def _run_keystream(device: ComputeDevice) -> Iterator[Found]:
     """The keystream kernel at a counter that crosses 2^32; chacha20_words is checked by RFC 8439's vectors."""
-    from accelerant.privacy.random.stream import KEYSTREAM_BLOCK, chacha20_words, keystream_source, lanes
+    from accelerant.privacy.random import KEYSTREAM_BLOCK, chacha20_words, keystream_source, lanes
 
     provider, n, first = registry.create(device.backend), 3000, 2**32 - 90
     blocks = -(-n // 16)

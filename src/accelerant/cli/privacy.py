@@ -108,8 +108,7 @@ def statement(
 
 
 def _costs(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> dict[str, Spent]:
-    from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.events import PrivacyEvent
+    from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 
     events = [PrivacyEvent("gaussian", noise_multiplier, "poisson", sample_rate, steps)]
     return {method: spent(events, delta, method=method) for method in ("pld", "rdp")}

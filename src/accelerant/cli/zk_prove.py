@@ -59,7 +59,7 @@ def prove_files(
     from accelerant.runtime.compilation.cache import watch_compilation
     from accelerant.zk.formats import Zkey
     from accelerant.zk.groth16 import Prover
-    from accelerant.zk.groth16.precompile import precompile_kernels
+    from accelerant.zk.groth16.prover import precompile_kernels
 
     with StageDisplay(quiet=json_output) as progress, watch_compilation(progress.compiling):
         with Zkey.open(zkey) as opened:

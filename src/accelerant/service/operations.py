@@ -358,7 +358,7 @@ def _check_inference(inputs: Arrays, parameters: NoParameters) -> None:
 
 def _inference_sizes(inputs: Arrays) -> tuple[Any, int]:
     """Return the public part of a network and the batch size, which are checked."""
-    from accelerant.zk.inference.network import checked_input, read_public
+    from accelerant.zk.inference.proofs import checked_input, read_public
 
     network, _ = read_public(inputs["network"].tobytes())
     return network, len(checked_input(network, inputs["x"]))
@@ -553,8 +553,7 @@ def paillier_decrypt(inputs: Arrays, parameters: NoParameters, context: Context)
 @_operation("privacy", (), (TensorSpec("epsilon", ("FP64",), (1,)),), lambda inputs, _: 0.3)
 def privacy_epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Context) -> Results:
     """Epsilon of steps of DP-SGD."""
-    from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.events import PrivacyEvent
+    from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 
     steps = PrivacyEvent("gaussian", parameters.noise_multiplier, "poisson", parameters.sample_rate, parameters.steps)
     return {"epsilon": np.array([spent([steps], parameters.delta, method=parameters.method).epsilon])}

@@ -24,8 +24,7 @@ from accelerant.zk.elliptic_curve import (
     register_curve,
     register_family,
 )
-from accelerant.zk.multi_scalar import FixedBase, msm
-from accelerant.zk.transform import ntt
+from accelerant.zk.multi_scalar import FixedBase, msm, ntt
 
 if TYPE_CHECKING:
     from accelerant.zk import formats, groth16, inference

@@ -12,8 +12,7 @@ from accelerant.algebra.field.field import prime_field
 from accelerant.errors import ConfigError, ProtocolError, ShapeError
 from accelerant.privacy.mpc import beaver, shamir
 from accelerant.privacy.mpc.secagg.encoding import mask_sums, mask_sums_source
-from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.stream import key_words
+from accelerant.privacy.random import SecureStream, key_words
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.ledger import ledger

@@ -29,8 +29,7 @@ from accelerant.errors import (
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, PrivacyLedger
 from accelerant.privacy.dp.noise.discrete import charge
-from accelerant.privacy.mpc.secagg import encoding, messages
-from accelerant.privacy.mpc.secagg.aggregate import run_round
+from accelerant.privacy.mpc.secagg import encoding, messages, run_round
 from accelerant.privacy.mpc.secagg.encoding import scaled_down
 from accelerant.privacy.mpc.secagg.messages import STAGES, AggregationReader
 from accelerant.privacy.mpc.secagg.protocol import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.privacy.random.stream import (
+from accelerant.privacy.random import (
     KEYSTREAM_BLOCK,
     chacha20_blocks,
     chacha20_words,

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.stream import chacha20_words, key_words
+from accelerant.privacy.random import SecureStream, chacha20_words, key_words
 
 KEY = bytes(range(32))
 
@@ -136,7 +135,7 @@ def test_forked_processes_have_keys_of_their_own():
 def test_nothing_shows_the_key():
     stream = SecureStream(KEY)
     assert repr(stream) == str(stream) == "SecureStream()"
-    from accelerant.privacy.random.stream import take
+    from accelerant.privacy.random import take
 
     assert repr(take(stream, 1, torch.device("cpu"))) == "Taken()"
     with pytest.raises(ConfigError) as raised:

@@ -23,10 +23,18 @@ from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, FormatError, ShapeError
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
-from accelerant.zk.groth16 import Prover, device_key, keys, matrices, verify
+from accelerant.zk.groth16 import Prover, device_key, keys, verify
 from accelerant.zk.groth16.device_key import Budgets, DeviceKey, KeyPart, Queues, SectionPoints, budgets, shares
-from accelerant.zk.groth16.keys import SECTIONS, Stages
-from accelerant.zk.groth16.matrices import BLOCK, ELEMENTS_PER_THREAD, LONG_ROW, gather, quotient, snarkjs_scalar_field
+from accelerant.zk.groth16.keys import (
+    BLOCK,
+    ELEMENTS_PER_THREAD,
+    LONG_ROW,
+    SECTIONS,
+    Stages,
+    gather,
+    quotient,
+    snarkjs_scalar_field,
+)
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from requirements import require_backend
 
@@ -94,19 +102,19 @@ def test_rows_and_quotient_are_the_cpus(device):
     rows = np.concatenate([np.full(length, i + 3) for i, length in enumerate(lengths)] + [rng.integers(0, 2 * n, 50)])
     rng.shuffle(rows)
     values = rng.integers(0, 2**64, (len(rows), 4), np.uint64)
-    sorted_rows = matrices.SparseMatrix.from_entries(field, 2 * n, rows, rng.integers(0, signals, len(rows)), values)
+    sorted_rows = keys.SparseMatrix.from_entries(field, 2 * n, rows, rng.integers(0, signals, len(rows)), values)
     witness = random(field, (signals,))
     space = space_at(device)
-    found = space.store(matrices.DeviceMatrix(space, sorted_rows, space.load).quotient(space.load(witness)))
+    found = space.store(keys.DeviceMatrix(space, sorted_rows, space.load).quotient(space.load(witness)))
     assert np.array_equal(found, quotient(sorted_rows, witness))
 
 
 def test_rows_of_more_columns_than_there_are_values(space):
     """A key's file may change after its entries were found in range: the kernel would read elsewhere."""
     field = snarkjs_scalar_field(family_of("bn254"))
-    rows = matrices.SparseMatrix.from_entries(field, 4, np.array([1, 2]), np.array([0, 9]), np.ones((2, 4), np.uint64))
+    rows = keys.SparseMatrix.from_entries(field, 4, np.array([1, 2]), np.array([0, 9]), np.ones((2, 4), np.uint64))
     with pytest.raises(ShapeError, match="at least 10 values, got 9"):
-        matrices.DeviceMatrix(space, rows, space.load).quotient(space.load(random(field, (9,))))
+        keys.DeviceMatrix(space, rows, space.load).quotient(space.load(random(field, (9,))))
 
 
 @pytest.mark.slow
@@ -115,12 +123,12 @@ def test_gathered_and_unreduced(space):
     x = random(field, (n,))
     which = np.array([7, 0, n - 1, 7], np.uint32)
     assert np.array_equal(space.store(gather(space, field, space.load(x), space.load(which), 4)), x[which])
-    assert not space.store(matrices.unreduced_blocks(space, field, space.load(x), n)).any()
+    assert not space.store(keys.unreduced_blocks(space, field, space.load(x), n)).any()
     modulus = encode(field, [field.modulus - 1]) + np.array([1, 0, 0, 0], np.uint64)
     for index in (0, BLOCK * ELEMENTS_PER_THREAD - 1, BLOCK * ELEMENTS_PER_THREAD, n - 1):
         wrong = x.copy()
         wrong[index] = modulus
-        blocks = space.store(matrices.unreduced_blocks(space, field, space.load(wrong), n))
+        blocks = space.store(keys.unreduced_blocks(space, field, space.load(wrong), n))
         assert np.flatnonzero(blocks).tolist() == [index // (BLOCK * ELEMENTS_PER_THREAD)]
 
 
@@ -586,7 +594,7 @@ def test_nvrtc_compiles_with_few_registers(family):
     from accelerant.runtime.compilation.cuda import compile_cuda
 
     for entry, resources in compile_cuda(
-        matrices._device_source(snarkjs_scalar_field(family_of(family))), "sm_90a"
+        keys._device_source(snarkjs_scalar_field(family_of(family))), "sm_90a"
     ).resources.items():
         assert 0 < resources.registers <= 64, entry
         assert resources.spill_bytes <= 8, entry

@@ -11,15 +11,15 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.config import override
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.providers.cpu import CpuProvider
-from accelerant.zk.groth16 import precompile
+from accelerant.zk.groth16 import prover
 
 
 @pytest.fixture
 def provider(monkeypatch):
     """A CPU provider of the test, returned by the registry."""
     made = CpuProvider()
-    monkeypatch.setattr(precompile.registry, "create", lambda _: made)
-    monkeypatch.setattr(precompile, "usable_cores", lambda: 2)
+    monkeypatch.setattr(prover.registry, "create", lambda _: made)
+    monkeypatch.setattr(prover, "usable_cores", lambda: 2)
     return made
 
 
@@ -31,8 +31,8 @@ def empty(tmp_path, monkeypatch):
 
 
 def compiler_process(monkeypatch, program):
-    monkeypatch.setattr(precompile, "_PROGRAM", program)
-    return precompile._CompilerProcess("bn254", 8)
+    monkeypatch.setattr(prover, "_PROGRAM", program)
+    return prover._CompilerProcess("bn254", 8)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(precompile, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(prover, "_PATIENCE_S", 0.2)
     process = compiler_process(
         monkeypatch, "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
     )
@@ -87,8 +87,8 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
 
 @pytest.mark.parametrize("executable", ["", None, "/nowhere/python"])
 def test_where_no_process_can_start_all_is_compiled_here(provider, empty, monkeypatch, executable):
-    monkeypatch.setattr(precompile.sys, "executable", executable)
-    precompile.precompile_kernels("bn254", 8)
+    monkeypatch.setattr(prover.sys, "executable", executable)
+    prover.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
 
@@ -97,23 +97,23 @@ def test_where_no_more_processes_are_allowed(provider, empty, monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    precompile.precompile_kernels("bn254", 8)
+    prover.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
 
 def test_nothing_is_started_where_there_is_nothing_to_gain(provider, empty, monkeypatch):
-    monkeypatch.setattr(precompile, "_CompilerProcess", None)
-    monkeypatch.setattr(precompile, "usable_cores", lambda: 1)
-    precompile.precompile_kernels("bn254", 8)
-    monkeypatch.setattr(precompile, "usable_cores", lambda: 2)
+    monkeypatch.setattr(prover, "_CompilerProcess", None)
+    monkeypatch.setattr(prover, "usable_cores", lambda: 1)
+    prover.precompile_kernels("bn254", 8)
+    monkeypatch.setattr(prover, "usable_cores", lambda: 2)
     monkeypatch.setattr(KernelCache, "has", lambda *_: True)
-    precompile.precompile_kernels("bn254", 8)
+    prover.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
 
 @pytest.mark.slow
 def test_what_it_compiles_is_found(provider, empty):
-    precompile.precompile_kernels("bn254", 1024)
+    prover.precompile_kernels("bn254", 1024)
     provider.wait_for.__self__._process.wait()
     curve = family_of("bn254").g2
     for entry in ("curve_mul", "curve_add"):

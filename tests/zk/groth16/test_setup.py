@@ -16,7 +16,7 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedC
 from accelerant.zk import curve as curve_named
 from accelerant.zk.formats import R1cs, Zkey
 from accelerant.zk.groth16 import setup
-from accelerant.zk.groth16.matrices import SparseMatrix
+from accelerant.zk.groth16.keys import SparseMatrix
 from accelerant.zk.groth16.setup import LABEL, FixedBaseTable, setup_with_known_tau
 
 FORMATS = Path(__file__).parents[2] / "vectors" / "formats"

@@ -23,7 +23,6 @@ from accelerant.zk.inference import (
     verify,
 )
 from accelerant.zk.inference import extension as ext
-from accelerant.zk.inference import network as network_module
 from accelerant.zk.inference.proofs import InferenceProof
 from accelerant.zk.inference.verifier import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P, shape_bits
 
@@ -299,12 +298,12 @@ def test_another_pixel(convolutions):
 def test_another_geometry(convolutions, axes, monkeypatch):
     """A prover whose convolutions flip the image, in the witness, or in the witness and in the sumchecks."""
     committed, x, y, _ = convolutions
-    true = network_module.windows
+    true = proofs.windows
 
     def flipped(image, layer):
         return true(np.flip(image, axes), layer)
 
-    monkeypatch.setattr(network_module, "windows", flipped)
+    monkeypatch.setattr(proofs, "windows", flipped)
     other, proof = committed.prove(x)
     assert (other != y).any()
     assert_refused(committed.commitment, x, other, proof, "the product of layer 0")

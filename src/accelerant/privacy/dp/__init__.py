@@ -36,10 +36,9 @@ if TYPE_CHECKING:
         release,
     )
     from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
-    from accelerant.privacy.dp.training.engine import PrivacyEngine
     from accelerant.privacy.dp.training.gradients import Privatizer
     from accelerant.privacy.dp.training.optimizer import AdaptiveClipping
-    from accelerant.privacy.dp.training.private import PrivateTraining, make_private
+    from accelerant.privacy.dp.training.private import PrivacyEngine, PrivateTraining, make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
 __all__ = [
@@ -58,10 +57,9 @@ _NAMES = {
         "private_count", "private_histogram", "release",
     ),
     "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
-    "training.engine": ("PrivacyEngine",),
     "training.gradients": ("Privatizer",),
     "training.optimizer": ("AdaptiveClipping",),
-    "training.private": ("PrivateTraining", "make_private"),
+    "training.private": ("PrivacyEngine", "PrivateTraining", "make_private"),
     "training.step": ("PrivateStep",),
 }  # fmt: skip
 """The public names that each module of this package defines."""

@@ -36,7 +36,7 @@ from torch.utils.data import (
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.events import Sampling, about, check_whole
+from accelerant.privacy.dp.ledger.accounting import Sampling, about, check_whole
 from accelerant.privacy.random import SecureStream
 
 # --- batches of draws -------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from accelerant._renamed import missing_names
 
 if TYPE_CHECKING:
     from accelerant.privacy.mpc import beaver, shamir
-    from accelerant.privacy.mpc.secagg.aggregate import secure_aggregate
+    from accelerant.privacy.mpc.secagg import secure_aggregate
     from accelerant.privacy.mpc.secagg.protocol import SecureAggregation, make_identities
 
 __all__ = ["SecureAggregation", "beaver", "make_identities", "secure_aggregate", "shamir"]
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-    _NAMES = {"secagg.protocol": ("SecureAggregation", "make_identities"), "secagg.aggregate": ("secure_aggregate",)}
+    _NAMES = {"secagg.protocol": ("SecureAggregation", "make_identities"), "secagg": ("secure_aggregate",)}
     _of_package, __dir__ = lazy(__name__, __all__, _NAMES)
     __getattr__ = missing_names(__name__, {}, _of_package, ("shamir", "beaver"))

@@ -36,8 +36,18 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, RecordedLaunch, ledger
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError
-from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, snarkjs_scalar_field, unreduced_blocks
+from accelerant.zk.groth16.keys import (
+    SECTIONS,
+    U64,
+    DeviceMatrix,
+    KeySums,
+    SparseMatrix,
+    Stages,
+    UnreducedError,
+    gather,
+    snarkjs_scalar_field,
+    unreduced_blocks,
+)
 from accelerant.zk.multi_scalar import msm_record
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats import COEFFICIENT, TERM, Label, R1cs, ZkeyContribution, write_zkey
 from accelerant.zk.formats.container import writable_target
-from accelerant.zk.groth16.matrices import SparseMatrix, snarkjs_scalar_field
+from accelerant.zk.groth16.keys import SparseMatrix, snarkjs_scalar_field
 
 U64 = npt.NDArray[np.uint64]
 Terms = npt.NDArray[np.void]

@@ -31,8 +31,7 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked
 from accelerant.zk.elliptic_curve import EllipticCurve
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.formats.forgeable import why_forgeable
-from accelerant.zk.formats.zkey import Zkey
+from accelerant.zk.formats.zkey import Zkey, why_forgeable
 from accelerant.zk.groth16.proof import (
     MAX_JSON_BYTES,
     SNARKJS_CURVES,

@@ -8,8 +8,8 @@ True
 docs/proof-of-inference.md has the protocol and its soundness.
 """
 
-from accelerant.zk.inference.network import IntegerNetwork
 from accelerant.zk.inference.proofs import (
+    IntegerNetwork,
     ModelCommitment,
     Prover,
     check,

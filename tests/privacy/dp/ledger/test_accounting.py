@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
 from accelerant.privacy.dp.ledger import accounting
-from accelerant.privacy.dp.ledger.accounting import last_within, rdp_values, release_of, remaining, spent
-from accelerant.privacy.dp.ledger.events import CHARGED_UP_TO, PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import (
+    CHARGED_UP_TO,
+    PrivacyEvent,
+    last_within,
+    rdp_values,
+    release_of,
+    remaining,
+    spent,
+)
 from accelerant.privacy.dp.noise import discrete
 
 RATE, DELTA = 256 / 60000, 1e-5

@@ -3,8 +3,7 @@
 import pytest
 
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.privacy.dp.ledger.accounting import calibrate, spent
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, calibrate, spent
 
 
 @pytest.mark.slow

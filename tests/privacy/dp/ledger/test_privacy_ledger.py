@@ -18,8 +18,7 @@ import pytest
 from accelerant.errors import AccelerantError, BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp import ledger as ledger_module
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, accounting
-from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 from accelerant.privacy.dp.ledger.journal import LedgerJournal
 
 STEP = PrivacyEvent("gaussian", 2.0, "poisson", 0.01)
@@ -463,7 +462,7 @@ def test_a_full_disk_refuses_the_event(path, monkeypatch):
 
 CHILD = """
 import os, sys
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent
 from accelerant.privacy.dp.ledger import PrivacyLedger
 
 path, out, parent = sys.argv[1:]

@@ -7,10 +7,8 @@ import re
 import pytest
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
-from accelerant.privacy.dp.ledger.ledger import _meaning
+from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, _meaning
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 
 STEP = PrivacyEvent(
     "discrete_gaussian",

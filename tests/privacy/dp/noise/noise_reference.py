@@ -22,7 +22,7 @@ from accelerant.privacy.dp.noise.discrete import (
     make_tables,
     thresholds,
 )
-from accelerant.privacy.random.stream import BLOCK_WORDS, chacha20_words
+from accelerant.privacy.random import BLOCK_WORDS, chacha20_words
 
 Words = npt.NDArray[np.uint32]
 

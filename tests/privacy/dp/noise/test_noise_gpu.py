@@ -8,12 +8,10 @@ import pytest
 import torch
 from noise_fits import assert_fits, below
 
-from accelerant.privacy.dp.noise import SecureSource
-from accelerant.privacy.dp.noise import source as launch
+from accelerant.privacy.dp import noise
+from accelerant.privacy.dp.noise import SecureSource, fused_source
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, convolution_of, draws_of_unit
-from accelerant.privacy.dp.noise.source import fused_source
-from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.stream import take
+from accelerant.privacy.random import SecureStream, take
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -79,13 +77,13 @@ def test_lags_are_independent(drawn):
 def test_time_does_not_depend_on_what_is_drawn():
     """Tables of which every magnitude is 0, or 511, and the real one: the quickest of 20 launches each, in turn."""
     plan, x = convolution_of(Fraction(SIGMA)), torch.zeros(2**26, device="cuda")
-    _, kernel = launch.compiled(fused_source(4, "float32"), x.device)
-    rows, groups = launch.packed_rows([x], GROUP * draws_of_unit(4))
+    _, kernel = noise.compiled(fused_source(4, "float32"), x.device)
+    rows, groups = noise.packed_rows([x], GROUP * draws_of_unit(4))
     taken = take(SecureStream(KEY), groups * GROUP * UNIT_BLOCKS, x.device)
     blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
     launches, held = [], []
     for magnitude in (None, 0, 511):
-        words = launch.make_tables(plan.weights()).copy()
+        words = noise.make_tables(plan.weights()).copy()
         if magnitude is not None:
             words[:] = magnitude << 7
         held.append(torch.from_numpy(words.view(np.int32)).cuda())

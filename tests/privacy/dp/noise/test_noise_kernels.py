@@ -9,18 +9,7 @@ import pytest
 import torch
 from noise_reference import gaussian_reference, laplace_reference
 
-from accelerant.privacy.dp.noise.discrete import (
-    GROUP,
-    convolution_of,
-    digits_of,
-    draws_of_unit,
-    groups_of,
-    laplace_blocks,
-    make_tables,
-    thresholds,
-)
-from accelerant.privacy.dp.noise.llvm_kernels import GaussianKernel
-from accelerant.privacy.dp.noise.source import (
+from accelerant.privacy.dp.noise import (
     BLOCK,
     THREADS,
     add_steps,
@@ -29,7 +18,18 @@ from accelerant.privacy.dp.noise.source import (
     laplace_source,
     philox_source,
 )
-from accelerant.privacy.random.stream import Vectors, chacha20_words, key_words, lanes
+from accelerant.privacy.dp.noise.discrete import (
+    GROUP,
+    GaussianKernel,
+    convolution_of,
+    digits_of,
+    draws_of_unit,
+    groups_of,
+    laplace_blocks,
+    make_tables,
+    thresholds,
+)
+from accelerant.privacy.random import Vectors, chacha20_words, key_words, lanes
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource

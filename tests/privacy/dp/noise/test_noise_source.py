@@ -15,13 +15,10 @@ from noise_reference import gaussian_reference
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops.dropout.op import philox_reference
-from accelerant.privacy.dp.noise import FastSource, SecureSource
-from accelerant.privacy.dp.noise import source as launch
-from accelerant.privacy.dp.noise import source as noise_source
+from accelerant.privacy.dp import noise
+from accelerant.privacy.dp.noise import RANGE, FastSource, SecureSource, add_steps, fused_source
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, convolution_of, groups_of
-from accelerant.privacy.dp.noise.source import RANGE, add_steps, fused_source
-from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.stream import chacha20_words, key_words
+from accelerant.privacy.random import SecureStream, chacha20_words, key_words
 from accelerant.runtime.ledger import ledger
 
 KEY = bytes(range(32))
@@ -75,8 +72,8 @@ def test_shared_elements_get_noise_each_time(source):
     assert x[:8].square().mean() == pytest.approx(4.0, rel=0.3)
     assert x[8:].square().mean() == pytest.approx(3.0, rel=0.15)
     assert y.square().mean() == pytest.approx(1.0, rel=0.6)
-    assert len(noise_source._by_kind([*x, *x.flip(0), x[0, :0]])) == 1
-    assert len(noise_source._by_kind([*reversed([*x]), x[3:5]])) == 2
+    assert len(noise._by_kind([*x, *x.flip(0), x[0, :0]])) == 1
+    assert len(noise._by_kind([*reversed([*x]), x[3:5]])) == 2
 
 
 def test_parameters_that_want_gradients_are_taken():
@@ -332,7 +329,7 @@ def test_triggers_on_a_gpu_take_the_remainder_from_the_pool(monkeypatch):
     program = usual.dialects["cuda"]
     text = f"#define TRIGGER {often:#x}u\n{program.text}"
     source = dataclasses.replace(usual, name="often", dialects={"cuda": dataclasses.replace(program, text=text)})
-    monkeypatch.setattr(launch, "fused_source", lambda *_: source)
+    monkeypatch.setattr(noise, "fused_source", lambda *_: source)
     key, plan = chacha20_words(key_words(KEY), 0, 1)[:8, 0], convolution_of(Fraction(2**20))
     (plain,) = drawn(key, plan, [20_000])
     monkeypatch.setattr(noise_reference, "TRIGGER", often)

@@ -15,12 +15,9 @@ import pytest
 import torch
 from noise_fits import assert_fits, below
 
-from accelerant.privacy.dp.noise import FastSource, SecureSource
-from accelerant.privacy.dp.noise.discrete import GROUP, convolution_of, draws_of_unit
-from accelerant.privacy.dp.noise.llvm_kernels import GaussianKernel
-from accelerant.privacy.dp.noise.source import gaussian_source, laplace_steps
-from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.stream import compiled, host_vectors, lanes
+from accelerant.privacy.dp.noise import FastSource, SecureSource, gaussian_source, laplace_steps
+from accelerant.privacy.dp.noise.discrete import GROUP, GaussianKernel, convolution_of, draws_of_unit
+from accelerant.privacy.random import SecureStream, compiled, host_vectors, lanes
 
 KEY = bytes(range(100, 132))
 DRAWS = 2**21

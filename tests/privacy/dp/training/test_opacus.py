@@ -19,8 +19,7 @@ from torch.utils.data import (
 
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy import dp
-from accelerant.privacy.dp.ledger.accounting import rdp_values, release_of, spent
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, rdp_values, release_of, spent
 
 opacus = pytest.importorskip("opacus")
 accountants = pytest.importorskip("opacus.accountants")

@@ -20,8 +20,7 @@ from accelerant.nn.train.config import TrainConfig, preset
 from accelerant.nn.train.corpus import load_corpus
 from accelerant.nn.train.job import resume_training, run_training
 from accelerant.privacy import dp
-from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import about
+from accelerant.privacy.dp.ledger.accounting import about, spent
 from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings, WindowSource, split_draw
 from accelerant.runtime.files import plain
 from micro_run import MICRO

@@ -18,7 +18,7 @@ and of modules made of these, with biases, LoRA adapters, parameters that severa
 output layer with its cross term), and layers called several times. Frozen parameters cost nothing. Other modules with
 parameters of their own (a scale, a class token, Conv3d, ConvTranspose, weight_norm and other parametrizations) need no
 rule: their forward runs for each example by itself, by torch's vmap, and keeps B times those parameters
-(own_parameters.py). `LayerRule` and `register` add cheaper ones (rules.py).
+(clipper.py). `LayerRule` and `register` add cheaper ones (rules.py).
 
 Memory kept until the pass ends, in addition to that of the backward pass of activations: for each layer both factors
 (its inputs and the gradients of its outputs), or its per-example gradients, B times its size in the dtype that it

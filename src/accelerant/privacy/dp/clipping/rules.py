@@ -294,7 +294,7 @@ class LayerRule(ABC):
 
 
 class OwnParameters(LayerRule):
-    """A rule for all modules without one of their own that use parameters themselves (own_parameters.py)."""
+    """A rule for all modules without one of their own that use parameters themselves (clipper.py)."""
 
     shares = True
 

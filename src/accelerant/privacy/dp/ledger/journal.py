@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from accelerant._version import __version__
 from accelerant.errors import ConfigError, FormatError
-from accelerant.privacy.dp.ledger.events import PrivacyEvent, check_delta, check_neighbouring, check_whole
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, check_delta, check_neighbouring, check_whole
 from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, typed
 
 # --- the journal ------------------------------------------------------------------------------------------------------

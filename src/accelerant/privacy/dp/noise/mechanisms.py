@@ -38,10 +38,15 @@ from torch import Tensor
 
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import Mechanism, PrivacyEvent, Sampling, check_number, check_whole
-from accelerant.privacy.dp.ledger.ledger import LedgerLike, opened_ledger
+from accelerant.privacy.dp.ledger import LedgerLike, PrivacyLedger, opened_ledger
+from accelerant.privacy.dp.ledger.accounting import (
+    Mechanism,
+    PrivacyEvent,
+    Sampling,
+    calibrate,
+    check_number,
+    check_whole,
+)
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.discrete import LEAST_STEPS, SMOOTH, Charge, charge, choose_grid, laplace_charge
 from accelerant.privacy.random import SecureStream

@@ -16,10 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
-from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import Allowance, Budget, calibrate
-from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Sampling, check_number, check_whole
-from accelerant.privacy.dp.ledger.ledger import LedgerLike
+from accelerant.privacy.dp.ledger import LedgerLike, PrivacyLedger
+from accelerant.privacy.dp.ledger.accounting import (
+    DEFAULT_DELTA,
+    Allowance,
+    Budget,
+    Sampling,
+    calibrate,
+    check_number,
+    check_whole,
+)
 from accelerant.privacy.dp.noise.mechanisms import (
     INSECURE,
     NoiseParameters,

@@ -36,8 +36,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import LARGEST_NORM, LEAST_NORM
 from accelerant.privacy.dp.ledger import PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import Allowance, Budget
-from accelerant.privacy.dp.ledger.events import PrivacyEvent, Sampling, check_number
+from accelerant.privacy.dp.ledger.accounting import Allowance, Budget, PrivacyEvent, Sampling, check_number
 from accelerant.privacy.dp.noise import NoiseSource
 from accelerant.privacy.dp.noise.mechanisms import NoiseParameters, NoisySum
 from accelerant.privacy.dp.sampling import DrawTracker

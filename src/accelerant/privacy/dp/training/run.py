@@ -30,8 +30,7 @@ from accelerant.nn.train.step import StepResult
 from accelerant.nn.train.tokens import Tokens, is_token_file
 from accelerant.nn.train.trainer import Trainer
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger
-from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import PrivacyEvent, about, check_number
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, about, check_number, spent
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep

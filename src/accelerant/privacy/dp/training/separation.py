@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
-from accelerant.privacy.dp.clipping.clipper import batch_size
-from accelerant.privacy.dp.clipping.own_parameters import undisturbed
+from accelerant.privacy.dp.clipping.clipper import batch_size, undisturbed
 from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
 
 _TOLERANCE = 2e-5

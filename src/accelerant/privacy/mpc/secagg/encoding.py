@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, DivergenceError, ShapeError, UnsupportedDtype
-from accelerant.privacy.dp.ledger.events import PrivacyEvent
+from accelerant.privacy import random
+from accelerant.privacy.dp.ledger.accounting import PrivacyEvent
+from accelerant.privacy.dp.noise import SecureSource
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, charge, log_ratio
-from accelerant.privacy.dp.noise.source import SecureSource
-from accelerant.privacy.random import stream
 from accelerant.runtime.compilation.kernel import Builder, KernelSource
 from accelerant.runtime.compilation.llvm import constant, lane_constants, vector
 from accelerant.runtime.files import clipped
@@ -64,14 +64,14 @@ _PAD = 16  # blocks: whole vectors on every CPU
 @functools.cache
 def mask_sums_source() -> KernelSource:
     """Return chacha20_mask_sums(states, starts, out, blocks, total, one) of masks.c."""
-    text = stream.chacha20_text() + Path(__file__).with_name("masks.c").read_text(encoding="utf-8")
+    text = random.chacha20_text() + Path(__file__).with_name("masks.c").read_text(encoding="utf-8")
     dialects: dict[str, str | Builder] = {"portable": text, "llvm": MaskSumsKernel()}
     arguments = ("*u32", "*i64", "*u32", "i64", "i64", "u32")
     return KernelSource("chacha20_mask_sums", dialects, {"chacha20_mask_sums": arguments})
 
 
 @dataclass(frozen=True, slots=True)
-class MaskSumsKernel(stream.VectorKernel):
+class MaskSumsKernel(random.VectorKernel):
     """A Builder of masks.c for CPUs: an index is lanes() blocks of a row."""
 
     least_share = 1
@@ -81,15 +81,15 @@ class MaskSumsKernel(stream.VectorKernel):
         """Return LLVM IR."""
         inputs = ("ptr noalias readonly %states", "ptr noalias readonly %starts", "ptr noalias %out")
         code = self.function("chacha20_mask_sums", *inputs, "i64 %blocks", "i64 %total", "i32 %one")
-        blocks = stream.KeystreamBlocks(code, self.vectors or stream.host_vectors(), keyed=False)
+        blocks = random.KeystreamBlocks(code, self.vectors or random.host_vectors(), keyed=False)
         count = blocks.lanes
         kind, align = vector("i32", count), 4 * count
-        sums = code.stack(f"[{stream.BLOCK_WORDS} x {kind}]", align=align)
+        sums = code.stack(f"[{random.BLOCK_WORDS} x {kind}]", align=align)
         with code.loop("%begin", "%end") as index:
             first = code.op("mul", index, count)
             row = code.op("sdiv", first, "%blocks")
             counters = blocks.counters(code.op("srem", first, "%blocks"), lane_constants("i64", range(count)))
-            for j in range(stream.BLOCK_WORDS):
+            for j in range(random.BLOCK_WORDS):
                 code.store(kind, constant(kind, 0), sums, j, align=align)
             stop = code.load("i64", "%starts", code.op("add", row, 1), align=8)
             with code.loop(code.load("i64", "%starts", row, align=8), stop) as seed:
@@ -97,14 +97,14 @@ class MaskSumsKernel(stream.VectorKernel):
                 blocks.rekey(state)
                 blocks.generate(counters)
                 sign = code.broadcast(code.load("i32", state, 10, align=4), count)
-                for j in range(stream.BLOCK_WORDS):
+                for j in range(random.BLOCK_WORDS):
                     added = code.op("add", code.load(kind, sums, j, align=align), code.op("mul", blocks.word(j), sign))
                     code.store(kind, added, sums, j, align=align)
-            to = code.at("i32", "%out", code.op("mul", first, stream.BLOCK_WORDS))
-            for j in range(stream.BLOCK_WORDS):
+            to = code.at("i32", "%out", code.op("mul", first, random.BLOCK_WORDS))
+            for j in range(random.BLOCK_WORDS):
                 word = code.load(kind, sums, j, align=align)
                 for lane in range(count):
-                    code.store("i32", code.lane(word, lane), to, stream.BLOCK_WORDS * lane + j, align=4)
+                    code.store("i32", code.lane(word, lane), to, random.BLOCK_WORDS * lane + j, align=4)
         code.ret()
         return blocks.program()
 
@@ -114,20 +114,20 @@ def mask_sums(rows: Sequence[Sequence[SignedSeed]], n: int, device: torch.device
     device = torch.device(device)
     states = np.zeros((sum(map(len, rows)), 12), np.uint32)
     if len(states):
-        states[:, :8] = stream.key_words(b"".join(seed for row in rows for seed, _ in row)).reshape(-1, 8)
+        states[:, :8] = random.key_words(b"".join(seed for row in rows for seed, _ in row)).reshape(-1, 8)
         states[:, 10] = [sign & 0xFFFFFFFF for row in rows for _, sign in row]
     starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64).to(device)
     held = torch.from_numpy(states.view(np.int32)).to(device)
-    blocks = -(-n // (stream.BLOCK_WORDS * _PAD)) * _PAD
+    blocks = -(-n // (random.BLOCK_WORDS * _PAD)) * _PAD
     total = blocks * len(rows)
-    out = torch.empty((len(rows), blocks * stream.BLOCK_WORDS), dtype=torch.int32, device=device)
+    out = torch.empty((len(rows), blocks * random.BLOCK_WORDS), dtype=torch.int32, device=device)
     if device.type == "cpu":
-        grid, block = total // stream.lanes(), 1
+        grid, block = total // random.lanes(), 1
     else:
-        grid, block = -(-total // stream.KEYSTREAM_BLOCK), stream.KEYSTREAM_BLOCK
-    provider, kernel = stream.compiled(mask_sums_source(), device)
-    words = states.shape[0] * blocks * stream.BLOCK_WORDS
-    where = "cpu" if device.type == "cpu" else f"{device.type}:{stream.index_of(device)}"
+        grid, block = -(-total // random.KEYSTREAM_BLOCK), random.KEYSTREAM_BLOCK
+    provider, kernel = random.compiled(mask_sums_source(), device)
+    words = states.shape[0] * blocks * random.BLOCK_WORDS
+    where = "cpu" if device.type == "cpu" else f"{device.type}:{random.index_of(device)}"
     record = sole_record("mask_sums", kernel.name, kernel.backend, where, f"{len(rows)} rows", size_bytes=4 * words)
     with RecordedLaunch(record, provider, kernel.device):
         provider.launch(kernel, (grid,), (block,), (held, starts, out, blocks, total, 1))

@@ -51,13 +51,13 @@ from torch import Tensor
 
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import AccelerantError, ConfigError, ProtocolError, ShapeError
-from accelerant.privacy.dp.ledger.events import check_number, check_whole
-from accelerant.privacy.dp.ledger.ledger import LedgerLike, absolute_ledger
+from accelerant.privacy.dp.ledger import LedgerLike, absolute_ledger
+from accelerant.privacy.dp.ledger.accounting import check_number, check_whole
 from accelerant.privacy.dp.noise.mechanisms import client_ledger
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import Encoding, SignedSeed, make_encoding, mask_sums, wrapped
-from accelerant.privacy.random.stream import renewed_after_fork
+from accelerant.privacy.random import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 from accelerant.runtime.registry import DeviceLike, find_device
 
