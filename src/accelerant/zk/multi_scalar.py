@@ -260,10 +260,7 @@ def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> _Start:
 def run_sums(
     space: MemorySpace, curve: Curve[Any], rows: Sequence[Words], start: _Start, check: _Check = lambda: None
 ) -> Words:
-    """Return the sums for rows of scalars, (b, *shape) on the host, Montgomery form; recorded in the ledger.
-
-    `check` returns the error of invalid scalars, which is raised once all sums are started.
-    """
+    """Return the sums for rows of scalars, (b, *shape), Montgomery form; `check` gives the error of invalid scalars."""
     n = int(rows[0].shape[0]) if rows else 0
     with RecordedLaunch(msm_record(space, curve, n, len(rows)), space.provider, space.index):
         sums = []

@@ -62,10 +62,7 @@ _PAIR = "<2 x i64>"
 
 
 class Packs:
-    """Loads, stores, masks and selections of packs of one element (a wide integer) or of eight in 52-bit limbs.
-
-    A mask has a bit for each lane. Words of eight elements are moved two at a time and unpacked.
-    """
+    """Loads, stores, masks (a bit a lane) and selections of packs of a wide integer, or of eight in 52-bit limbs."""
 
     def __init__(self, packed: PackedField) -> None:
         self.packed = packed
@@ -733,11 +730,7 @@ def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
 
 
 def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
-    """Append table[number], lane by lane: every entry is read whole, and masked.
-
-    The masks pass through volatile memory: LLVM would turn a select into a masked load, whose time depends on the
-    scalar.
-    """
+    """Append table[number] by lane, every entry read, through volatile masks: a masked load's time is the scalar's."""
     code, number = k.code, k.packs.numbers
     limbs = 3 * k.degree * (k.packed.radix.bit_length() // _LIMB_BITS[k.packed.lanes])
     cells = [code.variable(number, 0) for _ in range(limbs)]

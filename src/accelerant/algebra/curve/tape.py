@@ -437,11 +437,7 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 
 
 def cached(name: str, parameters: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
-    """Return the tape that `make` records, from the disk if it is there.
-
-    All of an entry, a line of JSON and the tape's arrays, is covered by the cache's checksum: with another constant, a
-    verifier would accept other proofs.
-    """
+    """Return the tape that `make` records, or the disk's, all of it under a checksum: a verifier depends on it."""
     key = kernel_key(tape=builder_key(f"{name} {parameters}", *SOURCES), byteorder=sys.byteorder)
     binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")
     line, _, words = binary.code.partition(b"\n")

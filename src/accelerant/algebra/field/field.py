@@ -100,10 +100,7 @@ class PrimeField:
         return host.random(self.parameters, host.sizes_of(shape))
 
     def __call__(self, x: Any, *, device: DeviceLike = None, reduce: bool = False) -> FieldArray:
-        """Return canonical words, integers or another FieldArray of this field as a FieldArray.
-
-        It stays on its device, in Montgomery form, between calls. NumPy arrays of signed integers are integers.
-        """
+        """Return canonical words, integers or a FieldArray as a FieldArray, which stays on its device between calls."""
         if isinstance(x, FieldArray):
             if x.field is not self:
                 raise ConfigError(f"this is an array of {x.field.name}, not of {self.name}")

@@ -275,10 +275,7 @@ _BY_SEVERAL = ("field_inv", "field_inv_montgomery")
 
 
 def entries(field: Field) -> dict[str, tuple[str, ...]]:
-    """Return each entry point, as llvm_kernels.py defines them, and the types of its arguments.
-
-    Elements are canonical, or x R mod p in "montgomery" entries. Exponents are public, in 64-bit words.
-    """
+    """Return each entry point and its arguments' types; "montgomery" ones take x R mod p, exponents are public."""
     types = dict.fromkeys(("x", "y", "z", "partial"), f"*u{field.word_bits}") | {"exponent": "*u64", "first": "*i64"}
     return {f"field_{name}": tuple(types.get(a, "i64") for a in arguments) for name, (arguments, _) in ENTRIES.items()}
 

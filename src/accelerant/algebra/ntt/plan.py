@@ -268,10 +268,7 @@ def permuted(x: Sequence[int]) -> list[int]:
 def ntt_reference(
     x: Sequence[int], *, field: str, inverse: bool = False, coset: int = 1, order: str = "natural"
 ) -> list[int]:
-    """Transform by halves, n / 2 log2 n products, in any order of accelerant.algebra.ntt.plan.
-
-    ConfigError for an unknown field, or one without a root of unity of that order. Source: Cooley and Tukey 1965.
-    """
+    """Transform by halves (Cooley and Tukey 1965), in any order of the module; ConfigError without such a root."""
     row, n = field_of(field), len(x)
     p, w = row.modulus, row.root_of_unity(n)
     if order == "bit_reversed_to_natural":

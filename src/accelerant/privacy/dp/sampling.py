@@ -24,15 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.ledger import PrivacyLedger
@@ -285,10 +277,7 @@ class DrawTracker:
         return self.passes > 0 and self._open and not (self._last and self._seen)
 
     def begin(self, batch: DrawnBatch, origin: object = None) -> None:
-        """Start a part of a draw; another iterator, `origin`, may leave a draw unfinished.
-
-        ConfigError if no step followed what came before, or the draw is used up, unfinished, or another training's.
-        """
+        """Start a part of a draw of the iterator `origin`; ConfigError if the draw or part before is not finished."""
         if batch.draw is not None and batch.draw.stepped:
             raise ConfigError(
                 "this draw has made a step already: amplification by sampling requires a new draw for each step. "

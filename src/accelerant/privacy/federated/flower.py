@@ -85,13 +85,7 @@ def secure_aggregation_mod(make_client: Callable[[Any], AggregationClient], *, w
 
 @renamed_arguments(timeout_s="timeout")
 def secure_round(
-    grid: Any,
-    server: AggregationServer,
-    round_number: int,
-    arrays: Any,
-    *,
-    config: Any = None,
-    timeout: float = 600.0,
+    grid: Any, server: AggregationServer, round_number: int, arrays: Any, *, config: Any = None, timeout: float = 600.0
 ) -> tuple[Any, Aggregate]:
     """Run a round on all nodes of a flwr Grid; return the arrays with the mean update added, and the round's report.
 

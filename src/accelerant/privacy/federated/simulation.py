@@ -188,10 +188,7 @@ def _require_valid(inputs: Tensor, targets: Tensor, clients: int, rounds: int, l
 def digits_demonstration(
     *, steps: int = 10, noise_multiplier: float = 1.0, delta: float = 1e-3, seed: int = 0
 ) -> dict[str, FederatedReport]:
-    """Return the reports of ten clients that learn scikit-learn's digits, without and with noise, by name.
-
-    Client 3 leaves in the middle of the second round. Epsilon is that of a client's data.
-    """
+    """Return reports of ten clients that learn scikit-learn's digits, without and with noise, by name."""
     try:
         load_digits = importlib.import_module("sklearn.datasets").load_digits
     except ImportError:

@@ -131,10 +131,7 @@ _COIN_BITS = 21
 
 
 def error_polynomials(stream: SecureStream, *shape: int) -> Integers:
-    """Draw from the centered binomial distribution of 2 x 21 bits, standard deviation 3.24; in constant time.
-
-    The standard's tables are for a discrete Gaussian of 3.19; Microsoft SEAL takes this one for it, too.
-    """
+    """Draw from the centered binomial distribution of 2 x 21 bits, standard deviation 3.24, in constant time."""
     words = stream.words(2 * math.prod(shape)).numpy().view(np.uint32) >> np.uint32(32 - _COIN_BITS)
     words -= words >> 1 & 0x55555555  # their bits set; NumPy 1 has no bitwise_count
     words = (words & 0x33333333) + (words >> 2 & 0x33333333)
@@ -315,10 +312,7 @@ class Scheme:
         return self.rns.add(self.switched(moved, (2 * self.k, self.k), key), moved, 1, self.k, alternate=True)
 
     def switched(self, x: Any, x_at: tuple[int, int], key: Any) -> Any:
-        """Return (batch, 2, k, n) scratch: encryptions of polynomials times the secret of a key (k, 2, 1 + k, n).
-
-        x_at: rows from one polynomial to the next, and the first row.
-        """
+        """Return scratch (batch, 2, k, n): encryptions of polynomials times the secret of a key (k, 2, 1 + k, n)."""
         rns, k = self.rns, self.k
         rows = k + 1
         batch = math.prod(x.shape[:-1]) // x_at[0]

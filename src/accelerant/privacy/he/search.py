@@ -140,12 +140,7 @@ class PrivateSearch:
         return f"PrivateSearch({self._count:,} vectors of {self._dim}, {self._public!r})"
 
     def scores(self, query: bfv.Ciphertext) -> bfv.Ciphertext:
-        """Return the encrypted inner products, (blocks, n): those of all vectors in their order, then zeros.
-
-        Raises:
-            ConfigError: the query is of another key.
-            ShapeError: it has another dimension than the vectors, or `encrypt_query` did not make it.
-        """
+        """Return the encrypted inner products, (blocks, n); ConfigError or ShapeError for another key or size."""
         if query.public != self._public:
             raise ConfigError(f"the query is of another key than {self._public!r}")
         if query.shape[:-1] != (1, 1):
@@ -168,12 +163,7 @@ class PrivateSearch:
 
 
 def decrypt_scores(private: bfv.PrivateKey, scores: bfv.Ciphertext, count: int) -> npt.NDArray[np.int64]:
-    """Return the first `count` scores, exact.
-
-    Raises:
-        ShapeError: a count that is negative, or of more scores than there are.
-        BudgetExceeded: the noise budget is spent: take a larger n.
-    """
+    """Return the first `count` scores, exact; ShapeError for a wrong count, BudgetExceeded without noise budget."""
     decrypted = np.asarray(private.decrypt(scores)).reshape(-1)
     if not 0 <= count <= len(decrypted):
         raise ShapeError(f"there are 0 to {len(decrypted):,} scores, got a count of {count}")

@@ -75,10 +75,7 @@ class Truncation:
 
 
 def deal_triples(x: Sharing, y: Sharing, *, matrix: bool = False) -> list[Triple]:
-    """Deal each party a triple, on the CPU, for factors of one shape, or of matrices (m, k) and (k, n).
-
-    ConfigError for factors that cannot be multiplied, ShapeError for shapes that do not fit.
-    """
+    """Deal each party a triple, on the CPU, for factors of one shape, or of matrices (m, k) and (k, n)."""
     bits, chosen = x.fraction_bits + y.fraction_bits, prime_field(x.field)
     alike = replace(y, shape=x.shape, fraction_bits=x.fraction_bits, split_id=x.split_id)
     if alike != x or x.curve or x.dtype == "bytes" or bits > 62:

@@ -192,11 +192,7 @@ def lanes() -> int:
 
 
 class KeystreamBlocks:
-    """Vectors of blocks of a keystream, for a function with the arguments `ptr %state` and `ptr %first`.
-
-    A function of several keys has neither (`keyed` is False): it calls `rekey` before `generate`, and counts from
-    0.
-    """
+    """Vectors of blocks of a keystream, of the function's `ptr %state` and `ptr %first`, or of keys by `rekey`."""
 
     def __init__(self, code: FunctionBuilder, vectors: Vectors, *, keyed: bool = True) -> None:
         self.code, self.vectors, self.lanes = code, vectors, vectors.lanes
@@ -263,10 +259,7 @@ class KeystreamBlocks:
 def update_elements(
     code: FunctionBuilder, element: str, count: int, pointer: str, at: Value, compute: Callable[[Load], Value]
 ) -> None:
-    """Append a store of `count` elements, i64 or float, from index `at` on; those beyond %n are masked out.
-
-    `compute` appends the new elements; its argument appends a load of the old ones.
-    """
+    """Append a store of `count` elements from index `at`, below %n, which `compute` makes of a load of old ones."""
     kind, size = vector(element, count), 8 if element == "i64" else 4
     address = code.at(element, pointer, at)
     for whole in code.branches(code.compare("sle", code.op("add", at, count), "%n")):
@@ -302,10 +295,7 @@ class VectorKernel(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeystreamKernel(VectorKernel):
-    """A Builder of chacha20_keystream(begin, end, state, first, words, n, one).
-
-    An index is lanes() blocks; words has space for whole blocks of all of them.
-    """
+    """A Builder of chacha20_keystream(begin, end, state, first, words, n, one), an index being lanes() blocks."""
 
     @property
     def least_share(self) -> int:
@@ -343,10 +333,7 @@ def chacha20_text() -> str:
 
 @functools.cache
 def keystream_source() -> KernelSource:
-    """Return chacha20_keystream(state, first, words, n, one): n words from the block `first` on.
-
-    state has key (8 words) and nonce (2); first is in the device's memory; one is 1.
-    """
+    """Return chacha20_keystream(state, first, words, n, one): n words; state is key (8 words) and nonce (2)."""
     text = chacha20_text() + (Path(__file__).parent / "kernel.c").read_text(encoding="utf-8")
     arguments = ("*u32", "*u64", "*u32", "i64", "u32")
     dialects: dict[str, str | Builder] = {"portable": text, "llvm": KeystreamKernel()}
@@ -394,10 +381,7 @@ class Taken(NamedTuple):
 
 
 def take(stream: SecureStream, blocks: int, device: torch.device) -> Taken:
-    """Reserve counters of `blocks` blocks for kernels on a device.
-
-    On a CUDA device the stream's key is 8 words of `stream`, drawn at the first use: ConfigError during a capture.
-    """
+    """Reserve counters of `blocks` blocks for kernels on a device; ConfigError if a capture needs a new key on CUDA."""
     if device.type != "cuda":
         key, counter = stream.reserve(blocks)
         return Taken(_state(key), torch.from_numpy(np.array([counter], np.uint64).view(np.int64)))

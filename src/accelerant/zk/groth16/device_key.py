@@ -203,10 +203,7 @@ class KeyPart:
         return KeySums(inputs_, sum_, times)
 
     def _vectors(self, n: int) -> _Vectors:
-        """Return vectors for a witness of n values: captured ones, if a set is free, else new ones.
-
-        Captures the quotient and the sums of new ones from the third call on.
-        """
+        """Return vectors for n values: a free captured set, else new ones, captured from the third call on."""
         for vectors in self._captured:
             if all(end.done() for end in vectors.ends):
                 return vectors
@@ -577,10 +574,7 @@ class Queues:
 
 
 class _Result:
-    """Pinned memory that later results of a queue use when nothing refers to this one.
-
-    It is never freed: torch would record an event on the queue, which another thread may be capturing.
-    """
+    """Pinned memory that later results of a queue use, never freed: torch would record an event on a captured queue."""
 
     def __init__(self, free: list[Any], words: Any) -> None:
         self._free, self.words = free, words

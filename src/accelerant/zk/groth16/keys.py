@@ -61,10 +61,7 @@ LONG_ROW = 64  # Rows of more entries are summed by a block each; one thread wou
 
 
 def snarkjs_scalar_field(family: Family) -> Field:
-    """Return the scalar field of a family, with the roots of unity of snarkjs's domains.
-
-    They are powers of the least non-square: 5 on both curves of the table, where bls12_381_fr has the generator 7.
-    """
+    """Return the scalar field with the roots of snarkjs, powers of the least non-square: 5 on both families."""
     field = FIELDS[f"{family.name}_fr"]
     p = field.modulus
     return dataclasses.replace(field, generator=next(g for g in range(2, p) if pow(g, (p - 1) // 2, p) == p - 1))
@@ -75,10 +72,7 @@ def snarkjs_scalar_field(family: Family) -> Field:
 
 @dataclass(frozen=True, slots=True)
 class SparseMatrix:
-    """A matrix of four-word values in compressed sparse row format; entries of one row and column add up.
-
-    Row i has the entries starts[i] to starts[i + 1]. `min_columns` is the smallest number of columns with all entries.
-    """
+    """A matrix (CSR) of four-word values: row i has entries starts[i] to starts[i + 1]; equal places add up."""
 
     field: Field
     starts: npt.NDArray[np.int64]

@@ -42,10 +42,7 @@ LABEL = "INSECURE: accelerant zk setup, tau known; tests only"  # Name of the si
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraints:
-    """A circuit in memory: (A w)_i (B w)_i = (C w)_i for each row i, w_0 = 1, then the public values.
-
-    `matrices` are the entries of A, B and C, of zk.formats.TERM, values canonical; not checked to be in range.
-    """
+    """A circuit in memory, (A w)_i (B w)_i = (C w)_i, w_0 = 1; `matrices` of zk.formats.TERM are not checked."""
 
     family: str
     n_wires: int
@@ -206,11 +203,7 @@ _CHUNK_POINTS = 1 << 16  # Points added at a time: enough for all cores, and the
 
 
 class FixedBaseTable:
-    """The multiples d 2^(w j) P of a point P for all digits d of `bits` bits and all windows j, on the CPU.
-
-    s P is the sum of one entry per digit of s, with shared inversions. Source: Yao's method, Knuth volume 2, section
-    4.6.3.
-    """
+    """The multiples d 2^(w j) P for all digits d of `bits` bits and windows j (Yao's method, Knuth volume 2, 4.6.3)."""
 
     def __init__(self, curve: Curve[Any], point: U64, n: int) -> None:
         """Compute the table of a point (1, *shape), in Montgomery form, of the size that is best for n multiples."""

@@ -149,10 +149,7 @@ def eq_table(point: Sequence[Element]) -> Words:
 
 
 def byte_products(weights: Words, values: Any) -> Words:
-    """Return the product of a matrix over K (2, k, m) and one of bytes (m, n), of NumPy or of torch on a device.
-
-    By products of float64, which are exact: limbs of 22 bits, bytes, and m up to 2^23.
-    """
+    """Return the product of K (2, k, m) and bytes (m, n), exact in float64: limbs of 22 bits, m up to 2^23."""
     limbs = np.stack([weights >> np.uint64(22 * i) & np.uint64((1 << 22) - 1) for i in range(3)]).astype(np.float64)
     left = limbs.reshape(-1, weights.shape[-1])
     if isinstance(values, np.ndarray):

@@ -208,10 +208,7 @@ def _products(x: npt.NDArray[Any], weight: Int8, layer: Layer) -> npt.NDArray[np
 
 
 def checked_input(network: Network, x: Any) -> Int8:
-    """Return x as an array (batch, channels, height, width).
-
-    ShapeError if it is neither that nor (batch, inputs), or empty; UnsupportedDtype if it is not int8.
-    """
+    """Return int8 x as an array (batch, channels, height, width), from that or from (batch, inputs)."""
     return checked_array("x", x, network.layers[0].input_shape)
 
 
@@ -381,10 +378,7 @@ def proof_memory_bytes(network: Network, batch: int) -> int:
 
 
 def prediction(network: Network, batch: int) -> tuple[float, int]:
-    """Predict the CPU seconds, within a factor of 3, of a commitment and a proof, and return their bytes together.
-
-    ShapeError: no proof has such a batch.
-    """
+    """Return the bytes of a commitment and a proof together, and predict their CPU seconds within a factor of 3."""
     layout = WeightLayout(network)
     witness = _witness_layout(network, batch, layout)
     seen = [math.prod((layer.inputs, *layer.kernel, *layer.output_shape[1:])) for layer in network.layers]
@@ -522,10 +516,7 @@ class InferenceProof:
         return self.y, b"".join(speaker.parts)
 
     def columns(self) -> npt.NDArray[np.int64]:
-        """Return the columns of all layers' activations, (8, rows).
-
-        Rows that are left have the output 0, but for those of columns that are not committed, which are zeros.
-        """
+        """Return the columns of all layers' activations, (8, rows); rows that are left have the output 0."""
         columns = np.zeros((8, 1 << self.layout.log_rows), np.int64)
         columns[COLUMNS.index("u"), : self.layout.used] = 128
         for trace, at in zip(self.traces, self.layout.rows, strict=True):

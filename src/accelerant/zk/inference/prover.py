@@ -139,10 +139,7 @@ class FoldedCode:
 
 
 class CommittedTable:
-    """A table over F, in columns of 2^log_rows rows, with the Merkle tree of the code of those that have parts.
-
-    Values that are uint8 stay so. The code is made a coset at a time, and without `keep` made again for openings.
-    """
+    """A table over F in columns of 2^log_rows rows, with the Merkle tree of their code, made a coset at a time."""
 
     def __init__(
         self, values: npt.NDArray[Any], log_rows: int, parts: Sequence[Part], space: MemorySpace, *, keep: bool = False
@@ -210,10 +207,7 @@ class CommittedTable:
 
 
 class Computed:
-    """Tables (2, k, n) of a sumcheck's first round, of which `part` computes a slice; none is ever whole.
-
-    `combine` is 0 outside of `parts`.
-    """
+    """Tables (2, k, n) of a first round, of which `part` computes a slice; `combine` is 0 outside of `parts`."""
 
     def __init__(self, shape: tuple[int, int, int], parts: list[slice], part: Callable[[slice], Words]) -> None:
         self.shape, self.parts, self._part = shape, parts, part
@@ -268,10 +262,7 @@ def multiplied(tables: Words) -> Words:
 def send_fractions(
     speaker: Speaker, h: Sequence[Words], denominators: Callable[[slice], Words], numerators: Callable[[slice], Words]
 ) -> tuple[list[Element], Words]:
-    """Show h den = num and the sum of h, whose two tables over F are given; h is 0 where num is.
-
-    Return the point, and the values of both there.
-    """
+    """Show h den = num and the sum of h, which is 0 where num is; return the point, and the values of both there."""
     size = len(h[0])
     z, delta = speaker.challenges(size.bit_length() - 1), ext.constant(speaker.challenge(), 2)
     low, high = ext.eq_table(z[:_LOG_CHUNK]), ext.eq_table(z[_LOG_CHUNK:])

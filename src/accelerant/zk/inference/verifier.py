@@ -235,8 +235,7 @@ class Network(NamedTuple):
         )
         read = sum(math.prod(layer.input_shape) for i, layer in enumerate(self.layers) if layer.source > i)
         require(  # at a point for each layer, in about 0.4 us for each
-            read <= 1 << MAX_LOG_READ,
-            f"layers take {read} entries of the network's input, more than 2^{MAX_LOG_READ}",
+            read <= 1 << MAX_LOG_READ, f"layers take {read} entries of the network's input, more than 2^{MAX_LOG_READ}"
         )
         scales = (self.input_scale, self.output_scale)
         require(all(0 < each < math.inf for each in scales), f"scales must be positive and finite, got {scales}")
@@ -290,10 +289,7 @@ def shape_bits(shape: Sequence[int]) -> int:
 
 
 def convolved(x: Sequence[Element], y: Sequence[Element]) -> list[Element]:
-    """Return sum_i x_i y_(k - i) for each k: products of long integers, which have an entry in every 160 bits.
-
-    A sum has at most 2^16 terms of 2^131 (MAX_WIDTH), so that none reaches the next.
-    """
+    """Return sum_i x_i y_(k - i) for each k by long integers, 160 bits an entry: sums are of 2^16 terms of 2^131."""
     (x0, x1), (y0, y1) = (
         [int.from_bytes(b"".join(e[i].to_bytes(20, "little") for e in each), "little") for i in (0, 1)]
         for each in (x, y)
@@ -315,10 +311,7 @@ def pixel_weights(z: Sequence[Element], j: Sequence[Element], sizes: tuple[int, 
 
 
 def image_weights(z: Sequence[Element], j: Sequence[Element], layer: Layer) -> tuple[list[Element], list[Element]]:
-    """Return the weights of the input's rows and columns: pixel_weights in both directions, padded to powers of two.
-
-    z has the coordinates of the output's columns, rows, ..., and j those of the kernel's.
-    """
+    """Return pixel_weights of rows and columns, padded to powers of two; z is columns first, j the kernel's."""
     found, at_z, at_j = [], 0, 0
     for axis in (1, 0):
         size, kernel, output = layer.image[axis], layer.kernel[axis], layer.output_shape[1 + axis]
@@ -368,10 +361,7 @@ def occupied(parts: Sequence[Part], log_rows: int) -> list[int]:
 
 
 def column_height(weights: int, log_rows: int) -> int:
-    """Return log2 of the height of the columns of all tables, with which proofs of a batch of 1 are about smallest.
-
-    A row of the tables, which costs the prover about 24 hashes, counts as 8 bytes.
-    """
+    """Return log2 of the height of all columns that about minimizes a proof (a row of the tables counts 8 bytes)."""
     entries, sizes = weights + (24 << log_rows), {}
     for height in range(max(6, log2_ceil(weights) + 3 - MAX_LOG_COLUMNS), 19):
         hashes = 3 * (height - 4) + sum(max(0, left - 7) + 4 for left in range(height, LOG_FINAL, -LOG_ARITY))
@@ -380,10 +370,7 @@ def column_height(weights: int, log_rows: int) -> int:
 
 
 class HelperLayout:
-    """The table of a lookup argument's h: for queries, of which there may be none in a column, and for rows of tables.
-
-    Both have values in K, that is two blocks each.
-    """
+    """The table of a lookup argument's h, for queries (if any) and rows of tables, each in K: two blocks."""
 
     def __init__(self, log_rows: int, log_queries: int, queries: Sequence[Part], log_table: int) -> None:
         self.log_rows, self.log_queries, self.log_height = log_rows, log_queries, min(log_rows, log_queries)

@@ -91,10 +91,7 @@ _CACHED_BYTES = 16 << 20
 
 
 def prefers_ghost(B: int, T: int, N: int, K: int, itemsize: int, device: str) -> bool:
-    """Return whether the ghost norm over T positions is faster than to form, keep and sum B gradients (N, K).
-
-    Both multiply G_i^T A_i once, so that is left out.
-    """
+    """Return whether the ghost norm over T positions is faster than to form, keep and sum B gradients (N, K)."""
     small, large = _OPERATIONS_PER_BYTE.get(device, _OPERATIONS_PER_BYTE["cpu"])
     per_byte = small if B * N * K * itemsize <= _CACHED_BYTES else large
     return per_byte * N * K * itemsize >= 2.0 * T * T * (N + K)
@@ -169,10 +166,7 @@ class Rows(GradientContribution):
         add_product(grad.view(g.shape[0], a.shape[1]), g, a)
 
     def _weighted(self, weights: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return both factors of the sum, (N, B T) and (B T, K).
-
-        In bfloat16 where products of it are summed in float32: float16 has no room for small weights. Else in float32.
-        """
+        """Return both factors, (N, B T) and (B T, K), in bfloat16 where float32 sums them, else in float32."""
         low = launch.low_product(self.a.dtype, self.a.device)
         dtype = torch.bfloat16 if low else launch.weighted_dtype(wide(self.a.dtype), self.g)
         weights = weights.to(dtype) if dtype == torch.float64 else weights
@@ -292,10 +286,7 @@ class Lookup(GradientContribution):
 
 
 def cross(lookup: Lookup, rows: Rows) -> Tensor:
-    """Return the inner products of each example's two gradients of an embedding tied to an output layer, (B,) float64.
-
-    <E_i, H_i> = sum over t of e_it . (sum over s of G_is[token t] A_is)
-    """
+    """Return sum_t e_it . (sum_s G_is[token t] A_is) of gradients of an embedding and a tied output, (B,) float64."""
     (B, T, D), S = lookup.g.shape, rows.g.shape[1]
     products = torch.empty(B, dtype=torch.float64, device=lookup.g.device)
     for part in chunks(B, 2 * (T * S + T * D + S * D)):

@@ -207,11 +207,7 @@ class OwnParametersRule(rules.OwnParameters):
 
 
 class WholeModel(OwnParametersRule):
-    """Runs a model as it is until it uses a result that all examples share in a way that only a region serves.
-
-    Positions are an example, `positions(arange(T))[None]`. torch.compile's model is compiled once it ran without a
-    region.
-    """
+    """Runs a model as it is until it uses a result that all examples share in a way that only a region serves."""
 
     _by_itself = False
     _runs_plain = False

@@ -147,19 +147,13 @@ def chunks(B: int, elements: int) -> Iterator[slice]:
 
 
 def margin(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative error that norms, factors and weights may have, of formed gradients too.
-
-    A sum of squares has up to 15 roundings on a CPU (`_SEGMENT`), 120 on a GPU; its root has half of their error.
-    """
+    """Return the relative errors of norms, factors and weights: half a sum of squares', and three roundings."""
     eps = torch.finfo(dtype).eps
     return 6 * eps + factor_roundoff(dtype, device) if device.type == "cpu" else 32 * eps
 
 
 def unresolved(dtype: torch.dtype, size: int) -> float:
-    """Return what a squared norm of `size` values may lack since smaller squares and products are 0 in that dtype.
-
-    They are of each value, or of each pair of up to 2^20 positions. Clipping norms are far above its root.
-    """
+    """Return what a squared norm of `size` values may lack since smaller squares and products are 0 in that dtype."""
     return (size + 2.0**40) * torch.finfo(dtype).tiny
 
 
@@ -178,10 +172,7 @@ FLOAT32_ROUNDOFF = {"none": 2.0**-24, "ieee": 2.0**-24, "tf32": 2.0**-9, "bf16":
 
 
 def weighted_dtype(dtype: torch.dtype, other: Tensor) -> torch.dtype:
-    """Return the dtype for weighted factors whose products with `other` are summed: `dtype`, or float64 on a CPU.
-
-    A small weighted value is rounded by up to 2^-150, which a factor of 2^80 and more would make a part of the bound.
-    """
+    """Return the dtype of weighted factors: `dtype`, or float64 on a CPU, where small weights round by 2^-150."""
     if dtype != torch.float32 or other.device.type != "cpu" or not other.numel():
         return dtype
     least, most = other.aminmax()

@@ -486,10 +486,7 @@ LedgerLike = PrivacyLedger | str | os.PathLike[str] | None
 def opened_ledger(
     ledger: LedgerLike, *, unit: str = "example", neighbouring: str = "add-or-remove-one"
 ) -> Iterator[PrivacyLedger | None]:
-    """Enter a ledger. That of a path is closed at the end; it keeps its file's unit and relation where it has one.
-
-    Raises ConfigError if it is neither a ledger, a path nor None, and the errors of PrivacyLedger.
-    """
+    """Enter a ledger, closed at the end if it was given by its path; ConfigError if it is none of both, nor None."""
     if ledger is None or isinstance(ledger, PrivacyLedger):
         yield ledger
         return

@@ -251,10 +251,7 @@ def most_within(cost: Callable[[int, str], float], limit: float, method: str) ->
 
 
 def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> int:
-    """Return the largest n in [0, 10^9] with cost(n) <= limit, for a nondecreasing cost; 0 where there is none.
-
-    The crossing is interpolated from the guess `start`, as if cost grew about as a square root.
-    """
+    """Return the largest n in [0, 10^9] with cost(n) <= limit, for a nondecreasing cost; it searches from `start`."""
     low, high, step = -1, _MAX_STEPS + 1, max(1, start // 8)
     cost_low, cost_high = 0.0, math.inf
     probe, turn = start, 0
@@ -304,10 +301,7 @@ class Budget:
 
 
 class Allowance:
-    """The rest of a budget, checked before each event with few calls of the accountant.
-
-    Counts that are known to fit are kept, and extended by the events since the last time, as many times over as fits.
-    """
+    """The rest of a budget; counts that are known to fit are kept, so that few events call the accountant."""
 
     def __init__(self, budget: Budget, neighbouring: str) -> None:
         self.budget = budget
@@ -443,10 +437,7 @@ def calibrate(
 
 
 def _least_noise(cost: Callable[[float], float], target: float, guess: float, power: float) -> tuple[float, float]:
-    """Return the least noise with cost within target, from above, and the power of the noise by which cost falls.
-
-    The next probe is where the power through the last two points meets the target, moved towards the further bound.
-    """
+    """Return the least noise with cost within target, by secants, and the power of the noise by which cost falls."""
     low, high = 0.0, math.inf
     noise = guess
     last: tuple[float, float] | None = None
@@ -571,10 +562,7 @@ def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float6
 
 
 def _pure_epsilon(release: Release) -> float | None:
-    """Return the pure epsilon of a release that is accounted by that alone, amplified by sampling; else None.
-
-    Its pure epsilon holds on every grid. dp-accounting has no Renyi divergence of the sampled Laplace.
-    """
+    """Return the pure epsilon of a release that is accounted by that alone, amplified by sampling; else None."""
     if release.mechanism not in ("discrete_laplace", "randomized_response") and not (
         release.mechanism == "laplace" and release.sample_rate < 1
     ):

@@ -105,10 +105,7 @@ class LedgerJournal:
         self._lines = len(self.records)
 
     def append(self, record: Record) -> None:
-        """Append a record; it is on the disk when this returns.
-
-        ConfigError if the journal is closed, a fork's parent's, or its file was replaced; OSError if the disk is full.
-        """
+        """Append a record, on the disk when this returns; ConfigError if the file is not this process's any more."""
         self.require_open()
         self._require_same()
         chain = _next_chain(self._chain, record)

@@ -518,10 +518,7 @@ def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype,
 
 
 def _first_apart(x: Tensor, taken: dict[int, list[tuple[int, int]]]) -> int:
-    """Return the first group whose tensors in x's storage end before x or begin after it, and note x as one of it.
-
-    `taken` maps the address of a storage to the addresses between which each group's tensors lie.
-    """
+    """Return the first group whose tensors in x's storage (spans in `taken`) do not overlap x, and note x in it."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     first, last = x.data_ptr(), x.data_ptr() + extent * x.element_size()
     spans = taken.setdefault(x.untyped_storage().data_ptr(), [])

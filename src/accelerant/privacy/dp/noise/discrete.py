@@ -147,10 +147,7 @@ def _weights(variance: Fraction) -> tuple[list[Decimal], Decimal]:
 
 @functools.lru_cache(maxsize=64)
 def base_weights(variance: Fraction) -> tuple[int, ...]:
-    """Return probabilities of the magnitudes 0 to 511 of a discrete Gaussian, times 2^118; they sum to 2^118.
-
-    That of 0 has the remainder of cut tails and rounding.
-    """
+    """Return probabilities of the magnitudes 0 to 511 of a discrete Gaussian, times 2^118; 0 has the remainder."""
     both, total = _weights(variance)
     with decimal.localcontext(_DECIMALS):
         rounded = [int((w / total * 2**TOTAL_BITS).to_integral_value()) for w in both]
@@ -180,10 +177,7 @@ def split_weights(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
 
 
 def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
-    """Return thresholds below `capacity` and aliases; a full cell has the threshold 0 and itself as alias.
-
-    Cell c maps values below its threshold to c and the others to its alias: exactly proportional to the weights.
-    """
+    """Return thresholds and aliases: cell c maps values below its threshold to c, up to `capacity` to its alias."""
     left = list(weights)
     small = [c for c in range(CELLS) if left[c] < capacity]
     large = [c for c in range(CELLS) if left[c] > capacity]
@@ -748,10 +742,7 @@ def _steps(code: FunctionBuilder, x: Value, count: int) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class LaplaceKernel(VectorKernel):
-    """A Builder of laplace_steps; arguments as kernel.c has them.
-
-    The memory of `out` has space for whole vectors.
-    """
+    """A Builder of laplace_steps; arguments as kernel.c has them, and space for whole vectors in `out`."""
 
     least_share = 16  # the fewest indices that are worth another thread: about 10 us
 

@@ -72,10 +72,7 @@ def require_clipped_unit(ledger: PrivacyLedger) -> PrivacyLedger:
 
 @contextlib.contextmanager
 def client_ledger(ledger: LedgerLike) -> Iterator[PrivacyLedger | None]:
-    """Enter the ledger of sums over clients; ConfigError if its units are replaced, or examples.
-
-    An example more changes its client's update by up to twice the norm that bounds it.
-    """
+    """Enter the ledger of sums over clients; ConfigError if its units are replaced, or examples."""
     with opened_ledger(ledger, unit="client") as book:
         if book is not None and book.unit == "example":
             raise ConfigError(
@@ -86,10 +83,7 @@ def client_ledger(ledger: LedgerLike) -> Iterator[PrivacyLedger | None]:
 
 
 def make_source(*, insecure: bool) -> NoiseSource:
-    """Return ChaCha20 on integers for privacy claims; Philox in floating point for research.
-
-    Raises ConfigError for what is neither True nor False: a text such as "no" would be true.
-    """
+    """Return ChaCha20 on integers for privacy claims, Philox for research; ConfigError for any other `secure`."""
     if not isinstance(insecure, bool):
         raise ConfigError(f"insecure must be True or False, got {insecure!r}")
     return FastSource() if insecure else SecureSource()
@@ -167,18 +161,12 @@ def grid_of(kind: Kind, scale: float, sensitivity: float, dimensions: int) -> fl
 
 
 def widened(kind: Kind, scale: float, grid: float) -> float:
-    """Return the scale of discrete noise that is accounted as continuous noise of `scale`: its `Charge.std`.
-
-    A discrete Laplace variable is exactly as private as the continuous one.
-    """
+    """Return the scale of discrete noise that is accounted as continuous noise of `scale`: its `Charge.std`."""
     return math.hypot(scale, SMOOTH * grid) if kind == "gaussian" else scale
 
 
 def charge_of(kind: Kind, scale: float, grid: float, dimensions: int) -> Charge:
-    """Return the charge of a release, its delta rounded up to a power of two: an adaptive norm's steps are then equal.
-
-    On a grid of 0, which an insecure source has, nothing is charged.
-    """
+    """Return the charge of a release, its delta rounded up to a power of two; none on a grid of 0."""
     if not grid:
         return Charge(0.0, 0.0, scale, 0.0)
     found = _CHARGES[kind](scale, grid=grid, dimensions=dimensions)
@@ -319,10 +307,7 @@ def _with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoiseParameters) -> 
 
 
 def _whole_with_noise(exact: NDArray[Any], noisy: NoisySum, plan: NoiseParameters) -> NDArray[Any]:
-    """Return whole numbers with noise, rounded to whole numbers, in exact arithmetic.
-
-    The noise is added to the number's parity, and the even rest to the sum. On a grid above 1 the unit is the grid.
-    """
+    """Return whole numbers with noise, rounded to whole numbers (above 1, to the grid), in exact arithmetic."""
     unit = max(1, int(plan.grid or plan.scale / _WIDEST_ON_WHOLE))  # so that the noise is below 2^31 units
     if exact.dtype != object and not (plan.scale < _EXACT and (np.abs(exact.astype(np.float64)) < _EXACT).all()):
         exact = exact.astype(object)  # sums may pass int64

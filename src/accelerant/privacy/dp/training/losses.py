@@ -706,10 +706,7 @@ def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> b
 
 
 def _blame(call: _RecordedCall, args: Any, kwargs: Any, rows: int) -> str:
-    """Return what is wrong with a mean of cross entropies that class weights, or ignored labels, divide.
-
-    Raises UnsupportedCase for class weights where all rows of this batch happen to have the same share.
-    """
+    """Return what is wrong with a mean that class weights, or ignored labels, divide; raise for such weights."""
     given = inspect.signature(call.function).bind(*args, **kwargs)
     given.apply_defaults()
     reduction, weight, ignored = (given.arguments.get(name) for name in ("reduction", "weight", "ignore_index"))

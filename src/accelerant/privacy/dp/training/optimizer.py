@@ -348,10 +348,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.finish()
 
     def prepare(self, learning_rate: float | None = None) -> NoiseParameters | None:
-        """Check a step, enter it in the ledger, and return its noise; None while parts of the draw are missing.
-
-        learning_rate is that of the step, where it is not in the groups yet.
-        """
+        """Check a step, enter it in the ledger, and return its noise; None while parts of the draw are missing."""
         if not self.tracker.complete:
             self.require_untouched()
             return None

@@ -642,11 +642,7 @@ _FIXED = {
 
 
 class PoissonLoader:
-    """Poisson draws from a DataLoader's data set: an iteration has as many draws as the DataLoader has batches.
-
-    An empty draw is returned as a row that adds nothing, so that its step is made, too. `batch_size` is the expected
-    one.
-    """
+    """Poisson draws from a DataLoader's data, as many as its batches; an empty one is a row that adds nothing."""
 
     def __init__(self, loader: DataLoader[Any], private: PrivateTraining) -> None:
         self.dataset, self.batch_size, self.private = loader.dataset, loader.batch_size, private

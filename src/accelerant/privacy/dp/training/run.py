@@ -49,10 +49,7 @@ _NOT_COVERED = (
 
 @dataclass(frozen=True, slots=True)
 class PrivateSettings:
-    """Options of a private run; those of the command have the same names. ConfigError for an invalid value.
-
-    The target is for all that the ledger holds. With noise multiplier and target the run stops before the step past it.
-    """
+    """Options of a private run, by the command's names; the target is for all that the ledger holds."""
 
     ledger: str
     target_epsilon: float | None = None
@@ -144,10 +141,7 @@ class PrivateRun(Extension):
         return replace(config, max_grad_norm=None, graph="off", predict_memory=False)
 
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source:
-        """Return the source of windows drawn by Poisson sampling.
-
-        ConfigError for too few windows, or a ledger of another unit or data; BudgetExceeded if the target is spent.
-        """
+        """Return the source of Poisson draws of windows; ConfigError or BudgetExceeded where there can be none."""
         folder = Path(config.out or "")
         path = self._ledger_path(folder)
         self._source = WindowSource(tokens, config, fingerprint)
@@ -162,10 +156,7 @@ class PrivateRun(Extension):
         return self._source
 
     def attach(self, trainer: Trainer) -> Step:
-        """Clip the model's backward passes, open the ledger, find the noise.
-
-        Of several processes rank 0 has the ledger, the others a copy of this run's events in memory.
-        """
+        """Clip the model's backward passes, open the ledger (rank 0 has it, others a copy), find the noise."""
         config, source, settings = trainer.config, self._source, self.settings
         assert source is not None  # for the type checker: source was called before
         first = self._processes.first
@@ -402,10 +393,7 @@ class _TokenWindows:
 
 
 class WindowSource(TokenSource):
-    """Poisson draws of disjoint windows, in parts of at most the config's micro-batch.
-
-    The rate is batch_size over the number of windows in two digits. `drawn` are the parts of the current step.
-    """
+    """Poisson draws of disjoint windows, in parts of at most the config's micro-batch; `drawn` are the current ones."""
 
     fixed = False
 

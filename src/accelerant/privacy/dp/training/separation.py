@@ -443,10 +443,7 @@ def _other_rows(inputs: Any, rows: int) -> Tensor | None:
 
 
 def _square(inputs: Any, rows: int) -> set[int]:
-    """Return the identities of inputs after the first that are (rows, rows), as a mask of positions may be by chance.
-
-    Another number of rows tells: the model takes them with such a mask as it is, and not with a mask of so many rows.
-    """
+    """Return identities of inputs that are (rows, rows), as a mask by chance: they are no rows if other counts pass."""
     _, *others = (each for each in tensors_of(inputs) if each.dim())  # the first tells the number of rows
     return {id(each) for each in others if each.shape == (rows, rows)}
 

@@ -27,10 +27,7 @@ from accelerant.runtime.streams.graphs import Graph
 
 
 class PrivateResult(NamedTuple):
-    """The result of a step, on the device.
-
-    `loss` is the mean over the draw's last part, computed from the data without noise: not private.
-    """
+    """The result of a step, on the device; the loss of the draw's last part is without noise: not private."""
 
     loss: Tensor
     examples: int

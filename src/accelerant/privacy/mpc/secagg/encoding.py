@@ -233,11 +233,7 @@ def real_tensor(value: Any, name: str) -> Tensor:
 
 
 def scaled_down(x: Tensor, max_norm: float) -> Tensor:
-    """Return a float64 vector whose exact L2 norm is at most max_norm.
-
-    The computed norm is within numel / 2 + 2 roundings of 2^-53 in any order of addition; the margin is four times
-    that.
-    """
+    """Return a float64 vector whose exact L2 norm is at most max_norm: the margin is four times the roundings."""
     margin = 1 - (x.numel() + 8) * 2.0**-52
     return x * min(1.0, max_norm * margin / max(float(x.norm()), 1e-300))
 

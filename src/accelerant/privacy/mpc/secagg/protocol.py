@@ -674,11 +674,7 @@ class AggregationServer:
         self._context = self.setup.context(self._number, self._keys, about)
 
     def receive(self, message: bytes) -> int:
-        """Take a client's message and return the client.
-
-        Raises FormatError or ProtocolError, and changes nothing, for a message that is malformed, of another stage,
-        round or sender, a second one, or one of a client that had left.
-        """
+        """Take a client's message and return the client; any error changes nothing."""
         began = time.perf_counter()
         if self.stage not in messages.STAGES:
             raise ProtocolError(f"the round takes no messages: it is {self.stage}")
@@ -729,11 +725,7 @@ class AggregationServer:
         return packed
 
     def finish(self) -> Aggregate:
-        """Return the sum over the survivors, after the last `advance`.
-
-        Raises ProtocolError if shares are missing or were changed; with exactly as many shares of a seed as needed a
-        change by a client that holds one is not seen, and the sum is wrong, as if that client had sent another update.
-        """
+        """Return the sum over the survivors, after the last `advance`; ProtocolError for shares missing or changed."""
         began = time.perf_counter()
         if self.stage != "done" or self._total is None:
             raise ProtocolError(f"the sum is known after all stages, this is {self.stage}")
