@@ -48,8 +48,7 @@ from accelerant.zk.operands import field_operand, scalar_words, tailed_operand
 
 Words = Any
 Devices = Sequence[DeviceLike] | None
-_Start = Callable[[Words], Any]
-"""Computes a sum of scalars times points: the host's words of one point, Montgomery form, or `finish` returns them."""
+_Start = Callable[[Words], Any]  # scalars, points -> the host's words of a point, or what returns them
 
 _Check = Callable[[], FormatError | None]
 
@@ -541,8 +540,7 @@ def _target(x: Any, out: Any, device: Any) -> Any:
     return out.detach().numpy() if _on_host(out) else memory_space.signed_view(out)
 
 
-_DEVICE_ALIGNMENT = 16
-"""Bytes: kernels on devices load several words at once; on the CPU the alignment of an element suffices."""
+_DEVICE_ALIGNMENT = 16  # bytes: kernels on devices load several words at once
 
 
 def _on_host(array: Any) -> bool:

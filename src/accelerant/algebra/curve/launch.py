@@ -40,16 +40,13 @@ __all__ = [
 Words = Any
 Test = Literal["off_curve", "off_subgroup"]
 
-_CHUNKS = {"cpu": 64, "": 128}
-"""Points per partial result of a test, which is one index of the CPU's kernel, and one block elsewhere."""
-
+_CHUNKS = {"cpu": 64, "": 128}  # points per partial result of a test: an index of the CPU's kernel, else a block
 _LANES = 8  # Most points that the CPU's kernels process at once
 
-_COSTS = {
+_COSTS = {  # entry -> arrays of points that it accesses; multiplications of coordinates a point
     "add": (3, 12), "neg": (2, 0), "mul": (2, 256 * 8 + 64 * 12), "inward": (2, 0),
     "off_curve": (1, 0), "off_subgroup": (1, 0),
 }  # fmt: skip
-"""Entry -> arrays of points that it reads and writes; multiplications of coordinates a point that the ledger counts."""
 
 
 def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
@@ -133,8 +130,7 @@ def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: 
 
 # --- the subgroup test of many points --------------------------------------------------------------------------------
 
-_FEWEST, _MOST = 128, 1 << 15
-"""Fewest points that are tested together, from which on it is faster, and most, which bounds the memory."""
+_FEWEST, _MOST = 128, 1 << 15  # points that are tested together: fewest that are faster, and most
 
 _COMBINATIONS = 64
 

@@ -607,14 +607,9 @@ def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> 
 
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
-_PACKS = 256
-"""Packs of pairs over Fq that share an inversion (some 330 products of 254 bits; 5M + 1S for each pack), half as many
-over Fq2. Their intermediate values take at most 256 KiB of stack, for BLS12-381 in lanes of eight."""
-
+_PACKS = 256  # packs of pairs over Fq that share an inversion; at most 256 KiB of stack
 _SCALAR_WINDOW = 4  # Bits of a digit of curve_mul: a table of 16 multiples
-
-_LIMB_BITS = {1: 64, 8: 52}
-"""Bits of a limb of a pack in memory, by the pack's lanes: limbs are i64 or vectors of eight."""
+_LIMB_BITS = {1: 64, 8: 52}  # bits of a limb of a pack in memory, by the pack's lanes
 
 
 class Lanes:

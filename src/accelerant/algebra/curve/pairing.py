@@ -61,17 +61,12 @@ FQ12_SIZE = 12  # Registers of an element of Fq12, in the order of its nested tu
 U64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
-_CHECKS = 11
-"""Registers with the checks of a pair, all to be zero but Z: y^2 - x^3 - b of P (1) and of Q (2), Q's subgroup (4), Z
-(2), and P's subgroup (2)."""
+_CHECKS = 11  # registers of a pair: P's curve 1, Q's 2, Q's subgroup 4, Z 2 (not zero), P's subgroup 2
 
 _Z = slice(7, 9)
 
 _BATCH = 256  # Groups of pairs whose registers are allocated at a time: 6 to 10 KiB each
-
-_GROUP = 4
-"""Pairs of one Miller loop. The squarings they share are a tenth of its work; the code for more pairs would not fit in
-the first-level cache."""
+_GROUP = 4  # pairs of one Miller loop: the code for more would not fit in the first-level cache
 
 
 def product_is_one(

@@ -52,9 +52,7 @@ _INPUT, _CONSTANT = -1, -2
 _ABSOLUTE, _SCRATCH = 0, 1  # Windows of every segment: absolute registers (constants, by their value), and scratch
 _Node = tuple[int, int, int]  # (operation, operand, operand); (_INPUT, window, offset); (_CONSTANT, value, 0)
 _Register = tuple[int, int]  # (window, offset)
-
-_Run = tuple[int, tuple[tuple[_Register, ...], ...]]
-"""(operation, instructions): an instruction is the registers of the result and of the operands."""
+_Run = tuple[int, tuple[tuple[_Register, ...], ...]]  # operation, instructions (registers: result, operands)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,15 +24,9 @@ from accelerant.runtime.ledger import OpRecord, RecordedLaunch, compiled, launch
 Representation = Literal["canonical", "montgomery"]
 Words = Any
 
-_CHUNKS = {"cpu": 16, "": 4096}
-"""Elements that sum, dot and the search for unreduced ones reduce to one. A chunk is one index on the CPU, whose
-launches use several cores only from some ten thousand indices on, and one block elsewhere."""
-
-_SHORT = 4
-"""Elements of the longest rows that the CPU reduces by columns: rows of one took 38 ns each, now those of a product."""
-
-_BY_FORM = ("mul", "square", "inv", "pow", "dot")
-"""Operations with a kernel for each form; the others have one for both."""
+_CHUNKS = {"cpu": 16, "": 4096}  # elements reduced to one: an index of the CPU's kernel, else a block
+_SHORT = 4  # elements of the longest rows that the CPU reduces by columns
+_BY_FORM = ("mul", "square", "inv", "pow", "dot")  # operations with a kernel for each form
 
 
 def elementwise(space: MemorySpace, field: Field, op: str, form: Representation, *inputs: Words) -> Words:

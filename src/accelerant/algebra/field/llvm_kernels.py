@@ -37,13 +37,8 @@ from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
 
 FORMS = ("scalar", "vector")  # One element at a time; or several, which needs AVX512-IFMA for fields of several limbs
-
-SOURCES = ("algebra",)
-"""Folders of the package with code that writes kernels over packs; the same for all kernels, to be hashed once."""
-
-_PACKS = 128
-"""Packs that share an inversion (some 380 products for 254 bits, and three more for each pack). Their prefix products
-take 64 KiB of stack if a pack is eight 512-bit registers."""
+SOURCES = ("algebra",)  # folders with code that writes kernels, the same for all: hashed once
+_PACKS = 128  # packs that share an inversion; their prefix products take 64 KiB of stack
 
 
 def host_form(field: Field) -> str:

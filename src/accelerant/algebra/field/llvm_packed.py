@@ -395,8 +395,7 @@ class PackedBabyBear(_PackedWords):
 
 
 LIMB_BITS = 52
-LANE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The element of a pack in memory that each lane holds: loads leave them interleaved."""
+LANE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the element that each lane holds: loads leave them interleaved
 
 _LANES = 8
 _MASK = (1 << LIMB_BITS) - 1

@@ -263,10 +263,7 @@ def ptx_macros(field: Field, prefix: str) -> str:
 # --- A field's programs, assembled from its constants and the C and WGSL files of this folder ------------------------
 
 BLOCK = 256  # Most threads per block in the C dialects; a power of two
-
-INVERSES = 16
-"""Elements that a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits,
-and 2^20 elements still give 65,536 threads."""
+INVERSES = 16  # elements that a thread inverts together in the C dialects: 2^20 still fill a device
 
 _FOLDER = "algebra/field"
 _PACKAGE = Path(__file__).parents[2]
@@ -379,8 +376,7 @@ def defined(values: Mapping[str, int | str]) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
-_SPECIAL = {2**64 - 2**32 + 1: "goldilocks.h", 2**61 - 1: "mersenne61.h"}
-"""Moduli by whose form products are reduced, with the modulus in the file."""
+_SPECIAL = {2**64 - 2**32 + 1: "goldilocks.h", 2**61 - 1: "mersenne61.h"}  # whose form reduces products
 
 
 def _is_special(field: Field) -> bool:

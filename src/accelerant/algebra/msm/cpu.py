@@ -71,22 +71,11 @@ from accelerant.runtime.ledger import launch
 from accelerant.runtime.time_limit import check_time, is_limited
 
 SIGN = 1 << 31  # Bit of an entry whose point is subtracted
-
-PACKS = 512
-"""Packs of pairs that share an inversion, about 330 products; their scratch is 320 KiB on BN254 in lanes of eight."""
-
-_INLINED = 4
-"""Largest number of words of coordinates whose products are inlined in additions of points: 12 % faster, and half a
-second longer to compile."""
-
+PACKS = 512  # packs of pairs that share an inversion; their scratch is 320 KiB on BN254
+_INLINED = 4  # most words of coordinates whose products are inlined: 12% faster, slow to compile
 _LINE = 64  # Bytes of a cache line
-
-TASK = 7
-"""i64 numbers of a task: first window and end, first point and end, sets of buckets, index of the first set's partial
-sum, and step to the next set's."""
-
-SIZES = ("tasks", "n", "bits", "buckets", "step", "stride", "scratch")
-"""i64 numbers in `sizes`: number of tasks, number of points, attributes of _Task, bytes of a worker's scratch."""
+TASK = 7  # i64s of a task: windows first, end, points first, end, sets, first partial sum, step
+SIZES = ("tasks", "n", "bits", "buckets", "step", "stride", "scratch")  # i64s in `sizes`, of which a worker's
 
 _LEAST_SHARES = {"msm_enter": 1024, "msm_recode": 4096, "msm_sum": 1, "msm_finish": 1 << 62}
 
@@ -489,23 +478,13 @@ _ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField,
 U64 = npt.NDArray[np.uint64]
 
 _TASK_POINTS = 1 << 20  # Largest number of points of a task, whose memory is about 50 bytes a point on BN254 G1
-
-_GROUP_POINTS = 1 << 14
-"""Largest number of points times windows of a task with several windows: more are no faster and take more memory."""
-
+_GROUP_POINTS = 1 << 14  # most points times windows of a task with several windows
 _RANGE_POINTS = 256  # Smallest range of points that is split off to occupy a core
 _MULTIPLES_SHARE = 0.125  # Largest share of the free memory that multiples take
-
-_SCRATCH_SHARE, _SMALL_SCRATCH_BYTES = 0.5, 1 << 26
-"""Largest share of the free memory that the scratch of a sum takes; smaller scratch is allocated without asking."""
-
-_WINDOWS = range(4, 19)
-"""Bits of a digit. A pack has eight buckets, so 2^(c-1) >= 8; larger sets of buckets do not stay in the cache."""
-
+_SCRATCH_SHARE, _SMALL_SCRATCH_BYTES = 0.5, 1 << 26  # most of the free memory for scratch; bytes not asked for
+_WINDOWS = range(4, 19)  # bits of a digit: a pack has eight buckets; larger sets leave the cache
 _ADDITION, _WEIGHTING = 6, 26  # Products of coordinates per point and window, and per bucket
-
-_ENTRIES_BETWEEN_CHECKS = 1 << 20
-"""Points times windows that workers sum between two checks of a time limit, a tenth of a second on eight cores."""
+_ENTRIES_BETWEEN_CHECKS = 1 << 20  # points times windows summed between two checks of a time limit
 
 _ALIGNMENT = 64
 

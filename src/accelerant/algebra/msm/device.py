@@ -50,15 +50,12 @@ Load = Callable[[npt.NDArray[Any]], Words]
 STREAMED_BYTES = 1 << 28  # Largest chunk of points that is copied from the host at once
 _MEMORY_SHARE = 0.8  # Largest share of the free memory that the scratch of a sum takes
 _MULTIPLES_SHARE = 0.5  # Largest share of the free memory that the multiples of fixed points take
-
-_SMALL_BYTES = 1 << 31
-"""Scratch up to this size is allocated without asking for the free memory, which takes up to a millisecond."""
+_SMALL_BYTES = 1 << 31  # scratch that is allocated without asking for the free memory
 
 _NO_LIMIT = 1 << 62
 _U64 = np.dtype(np.uint64)
 
-_sizes_that_fit: set[tuple[MemorySpace, int]] = set()
-"""(space, bytes) that fitted before: allocated without asking again."""
+_sizes_that_fit: set[tuple[MemorySpace, int]] = set()  # that fitted before: not asked again
 
 
 class PendingMsm(NamedTuple):
@@ -279,8 +276,7 @@ def _free_bytes(space: MemorySpace, share: float) -> int:
 
 # --- the last step on the host ----------------------------------------------------------------------------------------
 
-_PYTHON_SUMS = 4
-"""Sums per curve that Python integers reduce before the kernel is loaded; they cost a tenth of loading it."""
+_PYTHON_SUMS = 4  # sums per curve that Python reduces before the kernel is loaded
 
 _sums_so_far: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 

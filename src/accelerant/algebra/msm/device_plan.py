@@ -32,17 +32,11 @@ _PRODUCTS_PER_BUCKET = 30
 of fold.c per bucket.
 """
 
-_CROWDED_BITS = (6, 10)
-"""A highest digit of fewer bits puts all points into few buckets, whose counters are contended and whose points are
-summed in parts; it is counted as that many digits more.
-"""
+_CROWDED_BITS = (6, 10)  # a highest digit of fewer bits crowds few buckets: it counts as so many more
 
 _MAX_WINDOW = 22
-_FEW_BUCKETS, _THREADS = 1 << 15, 1 << 16
-"""A large device holds about 2^16 threads; with fewer than 2^15 buckets, segments are shortened to occupy them."""
-
-_MIN_SEGMENT = 8
-"""Smallest number of points of a segment: adding two segments costs an addition of 1.4 times as many products."""
+_FEW_BUCKETS, _THREADS = 1 << 15, 1 << 16  # with fewer buckets, segments are shortened to occupy so many threads
+_MIN_SEGMENT = 8  # points of a segment: adding two costs 1.4 times an addition
 
 _MIN_CHUNK = 1024
 
@@ -56,17 +50,13 @@ _ROUNDS_FILL = 13  # Average units of a bucket below which rounds pad too much
 _ROUNDS_SHARE = (1.0, 0.97, 0.9)  # Time of an entry with no round, one, and more, relative to its products
 
 _MAX_ROUNDS = 5
-_AFFINE_ENTRIES = 64
-"""Entries of a thread of affine.c: enough that its share of an inversion is small, and that threads fill a device."""
-
+_AFFINE_ENTRIES = 64  # entries of a thread of affine.c: its share of an inversion is small
 _BINNED_ENTRIES = 1 << 21  # Entries from which bins.c sorts them, three launches more
 _INVERT_THREADS = 1 << 15  # Threads of msm_affine_invert above which each takes more products
 
 _COMBINE_BLOCKS = 1024
 _CACHED = 256  # Plans, and chunks of them, whose launches are kept
-
-MAX_INDICES = (1 << 31) - 1
-"""Largest number of points, or of digits of a chunk: the kernels keep them in 31 bits and a sign."""
+MAX_INDICES = (1 << 31) - 1  # most points, or digits of a chunk: 31 bits and a sign
 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 

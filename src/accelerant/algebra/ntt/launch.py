@@ -43,12 +43,8 @@ from accelerant.runtime.ledger import OpRecord, RecordedLaunch, launch, sole_rec
 from accelerant.runtime.time_limit import check_time, is_limited
 
 LOG_MOST = 27  # Log2 of the largest number of points of a transform
-
-_TABLES_LIMIT_BYTES = 2 * 1024**3
-"""Limit on the tables of all cached plans; twiddles of 2^24 points of four words are 512 MiB."""
-
-_PLANS_LIMIT = 256
-"""Limit on cached plans: a small plan takes 2 KB in addition to its tables, and each coset needs another one."""
+_TABLES_LIMIT_BYTES = 2 * 1024**3  # of all cached plans; twiddles of 2^24 points of four words are 512 MiB
+_PLANS_LIMIT = 256  # cached plans: each coset needs another one, 2 KB in addition to its tables
 
 
 def transform(
@@ -159,11 +155,8 @@ def _split(log_n: int, passes: int) -> tuple[int, ...]:
     return tuple((log_n + m) // passes for m in reversed(range(passes)))
 
 
-_LOG_ROWS = 10
-"""Log2 of the most rows of a pass: 320 KiB of stack if eight elements are five registers, less than a core's cache."""
-
-_LOG_TABLE = 20
-"""Log2 of the largest table of twiddles: beyond it, a second product is quicker than reading the table from memory."""
+_LOG_ROWS = 10  # log2 of the most rows of a pass: 320 KiB of stack, less than a core's cache
+_LOG_TABLE = 20  # log2 of the largest table of twiddles: beyond it, a second product is quicker
 
 
 @functools.cache
@@ -239,9 +232,7 @@ class CpuNttPlan(NttPlan):
 
 
 _THREADS = 8  # Log2 of the most threads of a block: what every device supports
-
-_SIZES_LIMIT = 256
-"""Prepared launches that a plan keeps, for each pass and number of elements one with and one without a verdict."""
+_SIZES_LIMIT = 256  # prepared launches that a plan keeps, with and without a verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +342,7 @@ Words = npt.NDArray[Any]
 
 _MASK = (1 << 52) - 1
 
-_BATCH = (1 << 13, 1 << 16)
-"""Fewest and most factors multiplied in one launch: few for a small table, since the first access to memory takes
-longer than the products; for a large one enough for several cores."""
+_BATCH = (1 << 13, 1 << 16)  # fewest and most factors multiplied in one launch
 
 
 class Tables(NamedTuple):

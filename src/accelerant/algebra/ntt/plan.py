@@ -30,13 +30,9 @@ import numpy.typing as npt
 
 from accelerant.algebra.field.parameters import Field, field_of
 
-ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
-"""Orders of input and output; in "natural" both are."""
-
+ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")  # of input and output
 _ALL = 62  # Bits of a column's number, which are in its last digit
-
-_LOG_NEAR = 4
-"""Log2 of the fewest neighbouring columns whose twiddles are in one table: as many as the CPU processes at a time."""
+_LOG_NEAR = 4  # log2 of the fewest neighbouring columns whose twiddles are in one table
 
 
 @dataclass(frozen=True, slots=True)

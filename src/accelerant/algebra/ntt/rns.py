@@ -223,8 +223,7 @@ def _powers(base: int, count: int, p: int) -> npt.NDArray[np.uint64]:
     return values
 
 
-BLOCK = 16
-"""Coefficients of an index of all kernels but the transforms: a line of the cache. An index of a transform is a row."""
+BLOCK = 16  # coefficients of an index of all kernels but the transforms, whose index is a row
 
 _MASK = 2**32 - 1
 _ROWS = ("first", "count", "log_n")

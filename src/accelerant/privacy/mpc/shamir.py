@@ -64,8 +64,7 @@ __all__ = [
     "uniform", "zero_shares",
 ]  # fmt: skip
 
-FIELDS = ("goldilocks", "mersenne61", "bn254_fr", "bls12_381_fr")
-"""Names of the fields; the position is the code in serialized shares."""
+FIELDS = ("goldilocks", "mersenne61", "bn254_fr", "bls12_381_fr")  # names; the position is the code in messages
 
 _CURVES = ("", "bn254_g1", "bls12_381_g1")
 _DTYPES = ("bytes", "int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32", "float64")

@@ -95,8 +95,7 @@ def chacha20_words(key: Words, first: int, count: int, nonce: int = 0) -> Words:
 _KEY_BYTES = 32
 _LAST = 2**64
 
-renewed_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Generators to which a forked process gives another key, by `_renew()`."""
+renewed_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()  # get another key in a fork, by `_renew()`
 
 
 class SecureStream:

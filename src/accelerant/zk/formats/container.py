@@ -41,9 +41,7 @@ from accelerant.runtime.files import AtomicFile
 U64 = npt.NDArray[np.uint64]
 FilePath = str | os.PathLike[str]
 
-MAX_SECTIONS = 256
-"""Upper bound on the sections of a file, above what any format uses; bounds the memory of the section table."""
-
+MAX_SECTIONS = 256  # above what any format uses; bounds the memory of the section table
 PREFIX = struct.Struct("<4sII")  # File header: magic, version, number of sections
 HEAD = struct.Struct("<IQ")  # Section header: id, payload size in bytes
 
@@ -332,8 +330,7 @@ def write_container(
 
 Which = Literal["q", "r"]
 
-_CHUNK_BYTES = 1 << 22
-"""Bytes of a section validated at a time, so that memory use does not depend on the section's size."""
+_CHUNK_BYTES = 1 << 22  # bytes of a section that are validated at a time
 
 
 def _field(family: Family, which: Which) -> Field:

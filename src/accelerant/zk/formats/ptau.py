@@ -46,12 +46,11 @@ _NAMES = {
 }  # fmt: skip
 _LAYOUT = container.FileFormat("ptau", b"ptau", 1, _NAMES, (*range(_HEADER, _CONTRIBUTIONS + 1),))
 
-CONTRIBUTION_POINTS: dict[str, int] = {
+CONTRIBUTION_POINTS: dict[str, int] = {  # in file order: name -> degree, 1 for G1 and 2 for G2
     "tau_g1": 1, "tau_g2": 2, "alpha_g1": 1, "beta_g1": 1, "beta_g2": 2,
     "tau_g1_s": 1, "tau_g1_sx": 1, "alpha_g1_s": 1, "alpha_g1_sx": 1, "beta_g1_s": 1, "beta_g1_sx": 1,
     "tau_g2_spx": 2, "alpha_g2_spx": 2, "beta_g2_spx": 2,
 }  # fmt: skip
-"""Points of a contribution in file order: name -> degree, 1 for G1 and 2 for G2."""
 
 _HASHES = {"partial_hash": 216, "next_challenge": 64}  # Hashes of a contribution in file order: name -> bytes
 

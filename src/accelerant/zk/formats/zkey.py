@@ -63,9 +63,7 @@ from accelerant.zk.formats.container import U64, Payload, check_points, point_wo
 
 _MOST = 16  # Largest numerator and denominator of a factor
 _ORBIT = 6  # Images of a point of G2 that differ by more than their sign: psi has order 12 and psi^6 = -1
-
-_MOST_COMPARED = 1 << 8
-"""With more points in IC only equal and opposite ones are looked for: multiples take 0.3 ms a point."""
+_MOST_COMPARED = 1 << 8  # points in IC beyond which only equal and opposite ones are looked for
 
 _ANYONE = "anyone can forge proofs for it"
 

@@ -65,24 +65,15 @@ _LAUNCH_ORDER = ("B2", "A", "C", "B1", "quotient", "H")  # Order of launches. H 
 
 _QUEUES = {"quotient": 0, "H": 0, "B2": 1, "A": 2, "C": 3, "B1": 4}
 _INPUT = 5  # The queue that copies the witness; it does not wait for other queues' work on the previous one
-
-_SCALAR_BYTES, _VECTORS = 32, 6
-"""Upper bound on vectors of the domain's plus the witness's size: the quotient's, a transform's, the scalars."""
-
-_KEPT_FIRST = ("H", "A", "C", "B1", "B2")
-"""Priority of sections where memory is short. A sum over G2 takes longest per byte and hides the copy of its points
-best, so B2 comes last."""
-
+_SCALAR_BYTES, _VECTORS = 32, 6  # upper bound on vectors of the size of the domain and the witness
+_KEPT_FIRST = ("H", "A", "C", "B1", "B2")  # priority where memory is short; B2 hides its copy best
 _G2_COST = 3  # Time of a point of G2 in a sum, in those of G1
 _SLACK = 1.1  # How much more than its fair share a device may take for the sake of a whole section
 _STREAMED_CHUNKS = 3  # Chunks of streamed points on the device: one in use, two being copied
 _EAGER_PROOFS = 2  # Proofs before sums are captured: a key may serve one
 _CAPTURED_SETS = 2  # Sets of vectors whose sums are captured: prove_many has two proofs under way
 _CAPTURED_SHARE = 0.25  # Largest share of a device's room that may be the captured sums' vectors
-
-_COPIERS, _PARTS = 4, 8
-"""Threads that copy a witness, since one core copies less than a device reads; parts that devices read when copied."""
-
+_COPIERS, _PARTS = 4, 8  # threads that copy a witness; parts that devices read when copied
 _COPIES_IN_FLIGHT = 2  # Largest number of chunks that are copied before the device has used them
 
 _NO_LIMIT = 1 << 62

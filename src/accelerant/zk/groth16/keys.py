@@ -270,17 +270,9 @@ def _device_source(field: Field) -> KernelSource:
 
 ProgressCallback = Callable[[str], None]
 
-SECTIONS = ("A", "B1", "B2", "C", "H")
-"""Sections of points in a key. The scalars of A, B1 and B2 are the witness, of C its private values, of H the
-quotient's values."""
-
-_MIN_DOMAIN = 1 << 16
-"""Smallest domain for which torch is imported to look for a GPU. Importing it, starting CUDA and copying the key take
-some three seconds; two CPU cores prove 32,701 constraints in 0.1 s."""
-
-_NVIDIA_NODES = ("/dev/nvidiactl", "/dev/dxg")
-"""Device files of NVIDIA's driver on Linux and in the Windows Subsystem for Linux."""
-
+SECTIONS = ("A", "B1", "B2", "C", "H")  # scalars: the witness, of C its private values, of H the quotient
+_MIN_DOMAIN = 1 << 16  # smallest domain for which torch is imported to look for a GPU: it takes seconds
+_NVIDIA_NODES = ("/dev/nvidiactl", "/dev/dxg")  # NVIDIA's driver on Linux, and in Windows's subsystem for it
 _CHUNK_POINTS = 1 << 14  # Points converted at a time: 1 or 2 MB of BN254
 _SMALL_BITS = 32  # Scalars below 2^32 have few digits and do not count when the window is chosen
 

@@ -33,16 +33,13 @@ U64 = npt.NDArray[np.uint64]
 G1Point = tuple[int, int] | None
 G2Point = tuple[tuple[int, int], tuple[int, int]] | None
 
-SNARKJS_CURVES = {"bn254": "bn128", "bls12_381": "bls12381"}
-"""Family -> snarkjs's name of the curve; a registered family has its own."""
+SNARKJS_CURVES = {"bn254": "bn128", "bls12_381": "bls12381"}  # a registered family has its own name
 
 JsonSource = str | bytes | os.PathLike[str] | dict[str, Any]
 """JSON text, the path of a file (a PathLike, or a str that ends in .json), or the value of a text, parsed."""
 
 _HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]{1,96}", re.ASCII)
-_DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
-"""BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
-
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)  # longer numbers are refused without parsing
 MAX_JSON_BYTES = 64 << 20  # Longest other text that is read: a verification key of 300,000 public inputs has that size
 _MAX_PROOF_BYTES = 1 << 16  # Longest text of a proof that is parsed; snarkjs writes about 1,000 bytes
 _MAX_SHOWN = 60  # Characters of a value in an error message

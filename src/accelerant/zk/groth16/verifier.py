@@ -58,9 +58,7 @@ _MAX_INPUTS = 1 << 24  # Largest accepted number of public inputs, more than any
 
 _KEY_POINTS = ("beta", "gamma", "delta")
 _POINTS = ("alpha", *_KEY_POINTS)
-_FINITE = ("vk_alpha_1", "vk_beta_2", "vk_gamma_2", "vk_delta_2")
-"""Points of a verification key that must not be infinity, and their names in JSON."""
-
+_FINITE = ("vk_alpha_1", "vk_beta_2", "vk_gamma_2", "vk_delta_2")  # names in JSON: must not be infinity
 _FEW_INPUTS = 64  # With more public inputs a multi-scalar multiplication is faster than separate multiples
 
 _COEFFICIENT_BYTES = 16
@@ -450,8 +448,7 @@ struct super supports switch this throw transient true try type typedef typeof u
 view virtual weeks wei while years
 """
 _RESERVED = frozenset(_KEYWORDS.split())
-_OWN = frozenset(("_", "verifyProof", "addTerm"))
-"""Names that the compiler refuses for this contract: the reserved one, and those of its functions."""
+_OWN = frozenset(("_", "verifyProof", "addTerm"))  # names that this contract has, or that are reserved
 
 _NUMBERED = re.compile(r"(u?int|bytes)\d+|u?fixed\d+x\d+", re.ASCII)
 

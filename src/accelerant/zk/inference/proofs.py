@@ -58,8 +58,7 @@ from accelerant.zk.inference.verifier import (
 NETWORK_HEADER = b"accelerant integer network 2\n"
 _OLDER_HEADER = b"accelerant integer network 1\n"  # without multipliers of channels
 Int8 = npt.NDArray[np.int8]
-Trace = dict[str, npt.NDArray[np.int64]]
-"""The columns of a layer's activations, and its sums W x + b, each (batch, outputs), padded to powers of two."""
+Trace = dict[str, npt.NDArray[np.int64]]  # columns of activations, and sums W x + b, (batch, outputs), padded
 
 
 class IntegerNetwork:
@@ -348,8 +347,7 @@ class Prover:
         return InferenceProof(self, x).run()
 
 
-_FIXED_BYTES, _ROW_BYTES = 24 << 20, 1100
-"""Memory of buffers of any network, and of Merkle trees and folded codes for each row of the committed tables."""
+_FIXED_BYTES, _ROW_BYTES = 24 << 20, 1100  # of any network, and for each row of the committed tables
 
 
 def commitment_memory_bytes(network: Network) -> int:

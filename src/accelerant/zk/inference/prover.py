@@ -40,11 +40,9 @@ Digests = npt.NDArray[np.uint8]
 
 _THREADS = 128
 _LOG_CHUNK = 15
-_CHUNK = 1 << _LOG_CHUNK
-"""Entries of tables that a round of a sumcheck takes at a time, so that its temporaries stay in the cache."""
+_CHUNK = 1 << _LOG_CHUNK  # entries of tables that a round takes at a time, so that they stay in the cache
 _GROUP = 1 << 20  # Entries of a table that are encoded or summed at a time
-_KEPT = 1 << 22
-"""Entries of a table whose code, of four times as many words, is kept from the commitment to the openings."""
+_KEPT = 1 << 22  # entries of a table whose code is kept from the commitment to the openings
 
 
 class Speaker(Transcript):

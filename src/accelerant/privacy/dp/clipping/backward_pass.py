@@ -524,8 +524,7 @@ class BackwardPass:
             grad.add_(part.total(weights, drop, parameter.shape))
 
 
-_SMALL = 8192
-"""Largest number of a parameter's values whose formed gradients are bundled with others': a launch takes longer."""
+_SMALL = 8192  # values of a parameter whose formed gradients are bundled with others', at most
 
 
 def _small_gradients(share: _PendingGradient) -> Tensor | None:

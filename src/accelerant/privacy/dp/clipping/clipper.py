@@ -39,8 +39,7 @@ from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS, expanded
 from accelerant.runtime.memory.peak import modules_restored
 
-_TOLERANCE = 1e-2
-"""Largest difference of the plain result from that of single examples, over the largest value: rounding, or TF32."""
+_TOLERANCE = 1e-2  # largest difference from the results of single examples, over the largest value
 
 
 @rules.register
@@ -304,8 +303,7 @@ def undisturbed(model: nn.Module) -> Generator[None]:
 
 # PerExampleClipper: attaches to a model, receives its layers' contributions, and runs its backward passes
 
-LEAST_NORM, LARGEST_NORM = 1e-10, 1e30
-"""Bounds of max_grad_norm, of one layer too. Norms that lack what float32 loses (launch.unresolved) are smaller."""
+LEAST_NORM, LARGEST_NORM = 1e-10, 1e30  # bounds of max_grad_norm, of one layer too (see launch.unresolved)
 
 
 class PerExampleClipper:

@@ -51,8 +51,7 @@ _STAGES, _SLOTS = 4, 4  # Pipeline stages of the sum; output buffers of a warp
 _BOX = 16  # Rows of an output tile of a warp
 
 _GROUP = 8
-_SHARED_BYTES = hopper.ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
-"""Pipeline stages and output buffers."""
+_SHARED_BYTES = hopper.ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128  # pipeline and output
 
 _FILE = Path(__file__).with_name("hopper.cu")
 
@@ -114,24 +113,13 @@ def _prepare(a: Tensor, g: Tensor, each: Tensor, partial: Tensor) -> PackedLaunc
 _NAMES = ("squares", "sum", "scale", "ghost")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}
 
-SPAN, BLOCK = 16384, 2048
-"""Values of an example per program of squares and scale, and per iteration: 16 a thread of 4 warps."""
-
-SUM_BLOCK, SUM_WIDE = 1024, 1 << 18
-"""Columns per program of sum; an eighth of that where there are too few columns to fill the device."""
-
+SPAN, BLOCK = 16384, 2048  # values of an example per program of squares and scale, and per iteration
+SUM_BLOCK, SUM_WIDE = 1024, 1 << 18  # columns per program of sum; an eighth where they do not fill the device
 _CHUNK_BYTES = 64 << 20  # Memory limit for temporaries of shape (B, T, T)
 FLOOR = 2.0**-6  # The smallest ratio of a bound to the mass. The norm of T uncorrelated rows is the mass / sqrt(T).
-
-_EXACT = 1 << 17
-"""Largest T T (K + N) for Gram products in float64 on a CPU, which take twice as long; the error bound of float32 is
-0.5% of the norm of 128 random rows of 768 values."""
-
+_EXACT = 1 << 17  # most T T (K + N) for Gram products in float64 on a CPU, which take twice as long
 _TINY = 2.0**-100  # Added to the squares of each value in masses: smaller ones may be lost in float32
-
-_FEW, _SEGMENT = 1 << 16, 64
-"""Values in one float32 sum of squares on a CPU, where there are more than _FEW: 15 roundings in 8 lanes. One sum over
-65536 equal values was wrong by 1e-4; segments cost a fifth of the time."""
+_FEW, _SEGMENT = 1 << 16, 64  # values in one float32 sum of squares on a CPU, where there are more than _FEW
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -160,8 +160,7 @@ tokens are (examples, ...), or (1, ...) shared by all examples. `distinct`: no t
 class _EmbeddingRule(LayerRule):
     layers = (nn.Embedding,)
     shares = True
-    _takes_positions: bool | None = None
-    """Whether vectors of tokens are positions, where the model cannot be run again (torch.compile); by the first."""
+    _takes_positions: bool | None = None  # whether vectors of tokens are positions, by the first (torch.compile)
 
     @classmethod
     def refusal(cls, module: nn.Embedding) -> str | None:
@@ -265,8 +264,7 @@ class _Expanded(torch.autograd.Function):
         return None, None, None
 
 
-expanded: Callable[..., Tensor] = _Expanded.apply
-"""parameter, sink, examples -> the parameter once for each example, (examples, *shape), without a copy."""
+expanded: Callable[..., Tensor] = _Expanded.apply  # parameter, sink, examples -> (examples, *shape), without a copy
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------

@@ -306,8 +306,7 @@ class _WholeBatch(LayerRule):
         return self.plain(*args, **kwargs)
 
 
-_rules: dict[Any, type[LayerRule]] = {}
-"""By the layer class's forward function, or by "package.module:Class"; that of nn.Module is for all other modules."""
+_rules: dict[Any, type[LayerRule]] = {}  # by the layer class's forward, or "package.module:Class"
 
 model_methods: dict[type, MakeMethods] = {}
 """Functions for model classes that use parameters of their layers without calling the layers.

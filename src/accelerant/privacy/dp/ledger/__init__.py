@@ -478,8 +478,7 @@ class PrivacyLedger:
         self.budget = given or (budgets[-1] if budgets else None)
 
 
-LedgerLike = PrivacyLedger | str | os.PathLike[str] | None
-"""A ledger, the path of its file, or none; a path is opened, and closed again, by the function that gets it."""
+LedgerLike = PrivacyLedger | str | os.PathLike[str] | None  # a path is opened, and closed, by who gets it
 
 
 @contextlib.contextmanager

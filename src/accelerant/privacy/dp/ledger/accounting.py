@@ -31,9 +31,7 @@ Mechanism = Literal["gaussian", "laplace", "discrete_gaussian", "discrete_laplac
 Sampling = Literal["poisson", "none", "unknown", "shuffled"]
 Neighbouring = Literal["add-or-remove-one", "replace-one"]
 
-CHARGED_UP_TO: Final = 16.0
-"""The total epsilon for which an event's delta is stated: total variation t costs (1 + exp(epsilon)) t of delta."""
-
+CHARGED_UP_TO: Final = 16.0  # the epsilon for which deltas are stated: t of variation costs (1 + e^epsilon) t
 DEFAULT_DELTA: Final = 1e-5  # The delta at which epsilon is stated where nobody chose one
 
 _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
@@ -482,8 +480,7 @@ _PLD_LIMIT: Final = 1e4  # an epsilon above is meaningless, and its distribution
 _POINTS: Final = 1e6  # of one release's distribution: more take seconds; a fifth where the interval is finer than usual
 _USUAL: Final = 1e-4
 _BLOCK: Final = 1 << 16
-_ROUNDED: Final = 8 * 2.0**-53
-"""Delta that is charged for the roundings of one composition; at most a ninth of it was measured, in 2,000 cases."""
+_ROUNDED: Final = 8 * 2.0**-53  # delta that is charged for the roundings of one composition
 _SUMMED: Final = 1e-9  # of delta: up to 10^7 points of a distribution are summed one after the other
 _REFINED: Final = 10**6  # releases; of more, a finer distribution takes minutes
 _INTERVALS: Final = ((0.05, 1e-6), (0.5, 1e-5), (30.0, 1e-4), (1000.0, 1e-3), (math.inf, 1e-2))

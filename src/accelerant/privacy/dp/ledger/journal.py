@@ -243,11 +243,10 @@ def _lock(file: int, path: Path) -> None:
 VERSION: Final = 1
 
 _Budget = tuple[float, float, str]
-_FACTS: Final[Mapping[str, Any]] = {
+_FACTS: Final[Mapping[str, Any]] = {  # types of the fields of a run's record
     "id": str, "time": str, "dataset": str, "earlier": str, "unguarded": str, "versions": dict[str, str],
     "budget": _Budget | None, "loosened": list[_Budget],
 }  # fmt: skip
-"""Types of the fields of a run's record."""
 
 
 @dataclass(slots=True)

@@ -573,13 +573,11 @@ class PhiloxKernel(VectorKernel):
 # --- discrete noise ---------------------------------------------------------------------------------------------------
 
 
-_TOGETHER = 2
-"""Lookups that share loads of the table. With 5, registers run out: a draw of five terms takes 1.4 times as long."""
+_TOGETHER = 2  # lookups that share loads of the table; with 5, registers run out
 
 _MOST = 2.0**46
 _INTEGER = 2.0**23
-_POOL_WORDS = 2 * LAPLACE_POOL
-"""Words of a Laplace draw's first block that become the pool, numbers of 64 bits."""
+_POOL_WORDS = 2 * LAPLACE_POOL  # words of a Laplace draw's first block that become the pool
 
 _INPUTS = ("ptr noalias readonly %state", "ptr noalias readonly %first")
 

@@ -40,11 +40,8 @@ Gradients = Tensor | NDArray[Any] | Mapping[str, Tensor | NDArray[Any]] | Sequen
 """One tensor or array, or several by name or in a list."""
 
 _CHUNK_NUMBERS = 1 << 22  # held in float64 at once
-_ROUNDED_UP = 1.0 + 2.0**-40
-"""Bound on the growth of a clipped norm in float64: a few roundings of 2^-53 in norm, factor and product."""
-
-_USUAL_NUMBERS = 1 << 20
-"""The noise is found for releases of so many numbers; the first release finds it again if it is of more."""
+_ROUNDED_UP = 1.0 + 2.0**-40  # bound on the growth of a clipped norm in float64 by a few roundings
+_USUAL_NUMBERS = 1 << 20  # numbers of a release for which the noise is found at first
 
 
 @INSECURE

@@ -32,10 +32,7 @@ from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import tensors_of
 
 _FIRST = 10  # Backward passes whose loss is repeated
-
-_SHARE = 1 / 512
-"""Of the later passes: repeating a loss takes about as long as five losses, 1.5 steps where the vocabulary is large."""
-
+_SHARE = 1 / 512  # of the later passes: repeating a loss takes about as long as five losses
 _TOLERANCE = 1e-4  # Largest change of a row's gradient that counts as none, relative to the largest
 _MOST_OPS = 4000  # Recorded calls after which recording ends: a loop that never calls backward
 
@@ -220,21 +217,19 @@ _SCALING = {
 _FACTORIES = {"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor", "scalar_tensor"}
 """Functions that make a tensor from numbers of the host."""
 
-_SIZING = {
+_SIZING = {  # by which a number from the batch may change a loss in other ways
     "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "pow", "__pow__", "__rpow__", "float_power", "clamp",
     "clip", "clamp_min", "clamp_max", "full", "full_like", "new_full", "fill_", "ones", "zeros", "repeat", "expand",
     "topk", "kthvalue", "quantile", "lerp", "logspace", "linspace",
 }  # fmt: skip
-"""Functions that a number from the batch may change a loss by in other ways."""
 
 _NUMERIC = _SCALING | _FACTORIES | _SIZING  # Functions whose numbers may come from the batch
 
 _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-_READING = {
+_READING = {  # that give the host a tensor's values, as a shape does that depends on them
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
     *(f"__{name}__" for name in ("float", "int", "index", "bool", "complex", "array", "dlpack", "contains")),
 }  # fmt: skip
-"""Functions that give the host a tensor's values; a shape that depends on values gives them away, too."""
 
 _RAGGED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "where"}
 _MEANS = {"cross_entropy", "nll_loss", "linear_cross_entropy"}

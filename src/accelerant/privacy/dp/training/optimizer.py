@@ -48,9 +48,7 @@ from accelerant.runtime.processes import Processes
 
 
 _COUNT_SENSITIVITY = 0.5
-_LEAST_SHARE = 5.0
-"""Least multiplier of the count over the whole's: the gradients then get 2.1% more noise than without the count."""
-
+_LEAST_SHARE = 5.0  # least multiplier of the count over the whole's: gradients get 2.1% more noise
 _LARGEST_CHANGE = 2.0  # Limit of a step's change, in natural logarithms: with few expected examples the count is noise
 
 

@@ -65,8 +65,7 @@ from accelerant.runtime.processes import Processes
 
 Clipping = Literal["flat", "per_layer", "adaptive"]
 
-_private: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models with a clipper attached: a second one would clip what the first has clipped."""
+_private: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with a clipper attached: no second one may be
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 

@@ -32,14 +32,9 @@ from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import batch_size, undisturbed
 from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
 
-_TOLERANCE = 2e-5
-"""Largest change of an example's gradient that counts as none in float32, relative to the layer's largest."""
-
-_REPEATS = 8
-"""Differences in float32 of which every two must have a change in common that is refused: signs of rounding vary."""
-
-_RANDOM = 1e-2
-"""Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
+_TOLERANCE = 2e-5  # change of a gradient that counts as none in float32, relative to the layer's
+_REPEATS = 8  # differences in float32 of which every two must have a change in common that is refused
+_RANDOM = 1e-2  # change between equal passes from which a model is random beyond the seeds
 
 
 _AGAIN = (2, 4, 8)  # Forward passes after the check's that are looked at again, with one choice of rows
@@ -63,11 +58,8 @@ class _Gradients(NamedTuple):
     sums: list[Tensor]
 
 
-_Part = tuple[str, int]
-"""A layer, and 0 for its norms or 1 for its sums: a norm does not show a change of sign, a sum does."""
-
-_Difference = tuple[list[Tensor], float]
-"""Changes of a part's gradients of the rows that were kept, and the size of the layer's gradients."""
+_Part = tuple[str, int]  # a layer, and 0 for its norms or 1 for its sums, which show a change of sign
+_Difference = tuple[list[Tensor], float]  # changes of kept rows' gradients, and the layer's size
 
 
 def _differences(now: dict[str, _Gradients], before: dict[str, _Gradients], kept: Tensor) -> dict[_Part, _Difference]:
@@ -489,11 +481,10 @@ def _reduction(node: Any) -> str | None:
     return {1: "mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 0))
 
 
-_ARRANGED = {
+_ARRANGED = {  # operations, by their nodes' names, that arrange or add values divided before
     "Neg", "Add", "Sub", "Sum", "Mean", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute",
     "Select", "Slice", "Index", "MaskedSelect", "MaskedFill", "Where", "Clone", "ToCopy",
 }  # fmt: skip
-"""Operations, by their nodes' names, that arrange or add values which were divided before."""
 
 
 def _may_be_shares(node: Any) -> bool:

@@ -25,9 +25,7 @@ from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg.encoding import SignedSeed
 
 ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
-STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
-"""The stages in order; each begins with messages of the clients and ends with the server's answers."""
-
+STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")  # in order: messages, then answers
 STATEMENT = 5  # The code of what a client of a sparse graph states of its masks: part of messages, not one of them
 
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
