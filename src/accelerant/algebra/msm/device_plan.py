@@ -89,66 +89,27 @@ class DeviceMsmPlan:
     fold_inlined: bool = False
     bins_fit: bool = True
 
-    @property
-    def buckets(self) -> int:
-        """Buckets of a set."""
-        return 1 << self.window - 1
-
-    @property
-    def sets(self) -> int:
-        """Sets of buckets."""
-        return 1 if self.shared else self.windows
-
-    @property
-    def keys(self) -> int:
-        """Buckets of all sets."""
-        return self.sets * self.buckets
-
-    @property
-    def entries(self) -> int:
-        """Digits of a chunk."""
-        return self.windows * self.points
-
-    @property
-    def binned(self) -> bool:
-        """Whether bins.c sorts the entries."""
-        return self.bins_fit and self.entries >= _BINNED_ENTRIES
+    buckets = property(lambda p: 1 << p.window - 1)  # of a set
+    sets = property(lambda p: 1 if p.shared else p.windows)  # of buckets
+    keys = property(lambda p: p.sets * p.buckets)  # buckets of all sets
+    entries = property(lambda p: p.windows * p.points)  # digits of a chunk
+    binned = property(lambda p: p.bins_fit and p.entries >= _BINNED_ENTRIES)  # whether bins.c sorts the entries
+    bins = property(lambda p: (p.keys - 1 >> p.bin_bits) + 1 if p.binned else 0)  # of all keys
+    pieces = property(lambda p: p.bins + p.entries // PIECE)  # of bins, at most
+    counters = property(lambda p: p.keys + COUNTERS + (p.bins + 1 if p.binned else 0))  # of keys, segments and bins
+    units = property(lambda p: (p.entries + min(p.keys, p.entries) * ((1 << p.rounds) - 1)) >> p.rounds)  # at most
+    padded_entries = property(lambda p: p.units << p.rounds)  # entries with their padding to units, at most
+    affine_units = property(lambda p: max(1, _AFFINE_ENTRIES >> p.rounds))  # of a thread of affine.c
+    heavy = property(lambda p: p.units // p.segment)  # buckets of more than one segment, at most
+    segments = property(lambda p: min(p.keys, p.entries) + p.heavy)  # at most
+    sums = property(lambda p: p.keys + 2 * p.heavy)  # points in XYZZ coordinates: buckets, and parts of heavy ones
+    tiles = property(lambda p: -(-p.keys // TILE))  # of keys
 
     @property
     def bin_bits(self) -> int:
         """log2 of the keys of a bin of bins.c: about as many as a set has bins, so that both halves write long runs."""
         bits = (self.buckets - 1).bit_length()
         return min(MAX_BIN_BITS, max(bits - MAX_WINDOW_BINS.bit_length() + 1, (bits + 1) // 2))
-
-    @property
-    def bins(self) -> int:
-        """Bins of all keys; 0 unless the entries are sorted by bins."""
-        return (self.keys - 1 >> self.bin_bits) + 1 if self.binned else 0
-
-    @property
-    def pieces(self) -> int:
-        """Upper bound on the pieces of bins."""
-        return self.bins + self.entries // PIECE
-
-    @property
-    def counters(self) -> int:
-        """Numbers of counts: those of keys and segments, and of bins."""
-        return self.keys + COUNTERS + (self.bins + 1 if self.binned else 0)
-
-    @property
-    def units(self) -> int:
-        """Upper bound on the units."""
-        return (self.entries + min(self.keys, self.entries) * ((1 << self.rounds) - 1)) >> self.rounds
-
-    @property
-    def padded_entries(self) -> int:
-        """Upper bound on the entries with their padding to units."""
-        return self.units << self.rounds
-
-    @property
-    def affine_units(self) -> int:
-        """Units of a thread of affine.c."""
-        return max(1, _AFFINE_ENTRIES >> self.rounds)
 
     @property
     def affine_threads(self) -> int:
@@ -160,26 +121,6 @@ class DeviceMsmPlan:
         """Pairs of the first and of the second round, whose memory the later rounds use again; 0 without the round."""
         first = self.affine_threads * self.affine_units << self.rounds >> 1
         return first, first // 2 if self.rounds > 1 else 0
-
-    @property
-    def heavy(self) -> int:
-        """Upper bound on the buckets of more than one segment."""
-        return self.units // self.segment
-
-    @property
-    def segments(self) -> int:
-        """Upper bound on the segments."""
-        return min(self.keys, self.entries) + self.heavy
-
-    @property
-    def sums(self) -> int:
-        """Points in XYZZ coordinates: one per bucket, and the partial sums of heavy buckets."""
-        return self.keys + 2 * self.heavy
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of keys."""
-        return -(-self.keys // TILE)
 
     def blocks(self, threads: int) -> int:
         """Return the blocks per set of msm_reduce's first launch."""

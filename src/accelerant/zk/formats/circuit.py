@@ -210,6 +210,15 @@ class R1cs(MappedFile):
                 raise self.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
         return entries
 
+    def facts(self) -> dict[str, Any]:
+        """Return what formats.describe says of the circuit."""
+        return {
+            "constraints": self.n_constraints, "wires": self.n_wires, "public_inputs": self.n_public,
+            "public_outputs": self.n_pub_out, "private_inputs": self.n_prv_in, "labels": self.n_labels,
+            "terms": {name: len(terms) for name, terms in zip("ABC", self.matrices(), strict=True)},
+            "custom_gates": [gate.name for gate in self.custom_gates], "custom_gate_uses": self.n_custom_gate_uses,
+        }  # fmt: skip
+
     def __repr__(self) -> str:
         sizes = f"{self.n_constraints} constraints, {self.n_wires} wires, {self.n_public} public"
         return f"R1cs({str(self.path)!r}, {self.family}, {sizes})"
@@ -342,6 +351,10 @@ class Witness(MappedFile):
     def check(self) -> None:
         """Check that all values are below r; call it before using them. The error names the first one's offset."""
         container.check_below(self, _VALUES, self._field, self.values)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what formats.describe says of the witness, which is not its values."""
+        return {"values": self.n_values}
 
     def __repr__(self) -> str:
         return f"Witness({str(self.path)!r}, {self.family}, {self.n_values} values)"

@@ -143,6 +143,10 @@ class MappedFile(ABC):
     def check(self) -> None:
         """Read the whole file and validate what open() does not read; FormatError names section and offset."""
 
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what formats.describe says of a file of this format."""
+
     def close(self) -> None:
         """Release the mapping. Arrays that still refer to it keep it alive."""
         self._closed()
@@ -445,6 +449,12 @@ def count_infinities(words: U64) -> int:
     return sum(int(len(part) - part.any(axis=1).sum()) for part in (words[chunk] for chunk in _chunks(words)))
 
 
+def points_facts(points: Mapping[str, U64], contributions: Sequence[Any]) -> dict[str, Any]:
+    """Return the numbers of points by section, and the labels of contributions, as JSON values."""
+    counts = {name: {"points": len(words), "infinite": count_infinities(words)} for name, words in points.items()}
+    return {"points": counts, "contributions": [contribution.label.facts() for contribution in contributions]}
+
+
 # --- contributions ---------------------------------------------------------------------------------------------------
 
 KINDS = {0: "contribution", 1: "beacon"}
@@ -467,6 +477,12 @@ class Label:
     name: str = ""
     iterations_exp: int | None = None
     beacon: bytes | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the label as JSON values, without what it does not have."""
+        beacon = None if self.beacon is None else self.beacon.hex()
+        more = {"beacon": beacon, "iterations_exp": self.iterations_exp}
+        return {"kind": KINDS[self.kind], "name": self.name} | {k: v for k, v in more.items() if v is not None}
 
 
 def read_label(cursor: Cursor) -> Label:

@@ -190,6 +190,11 @@ class Ptau(container.MappedFile):
                 message = f"{name} of the last contribution differs from that of the powers"
                 raise self.error(_CONTRIBUTIONS, 0, message)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what formats.describe says of the file."""
+        sizes = {"power": self.power, "ceremony_power": self.ceremony_power, "most_constraints": 1 << self.power}
+        return sizes | {"prepared": self.prepared} | container.points_facts(self.points, self.contributions)
+
     def __repr__(self) -> str:
         return f"Ptau({str(self.path)!r}, {self.family}, power {self.power}{', prepared' * self.prepared})"
 

@@ -400,6 +400,15 @@ class Zkey(container.MappedFile):
             check_points(self, _HEADER, curve, words, named=named, subgroup=subgroup)
         check_points(self, _IC, self._family.g1, self.ic, subgroup=subgroup)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what formats.describe says of the key."""
+        return {
+            "protocol": "groth16", "constraints": self.n_constraints, "signals": self.n_vars,
+            "public_inputs": self.n_public, "domain_size": self.domain_size, "coefficients": self.n_coefficients,
+            "circuit_hash": self.circuit_hash.hex(), "forgeable": self.forgeable,
+            **container.points_facts(self.points, self.contributions),
+        }  # fmt: skip
+
     def __repr__(self) -> str:
         sizes = f"{self.n_vars} signals, {self.n_public} public, domain {self.domain_size}"
         return f"Zkey({str(self.path)!r}, {self.family}, {sizes})"
