@@ -13,16 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from accelerant.algebra.curve.weierstrass import (
-    SCALAR_WORDS,
-    Affine,
-    Curve,
-    Pair,
-    PrimeCoordinates,
-    QuadraticCoordinates,
-    in_subgroup,
-    multiply,
-)
+from accelerant.algebra.curve import weierstrass
+from accelerant.algebra.curve.weierstrass import Affine, Curve, Pair
 from accelerant.algebra.field.parameters import (
     FIELDS,
     Field,
@@ -177,7 +169,7 @@ def _checked(curve: Curve[E]) -> Curve[E]:
     """Return the curve if its generator lies on it and has order r; else raise ConfigError."""
     if not curve.is_on_curve(curve.generator):
         raise ConfigError(f"{curve.name}: the generator {curve.generator} is not on the curve")
-    if not in_subgroup(curve, curve.generator):
+    if not weierstrass.in_subgroup(curve, curve.generator):
         raise ConfigError(f"{curve.name}: {curve.order} times the generator {curve.generator} is not infinity")
     return curve
 
@@ -185,14 +177,14 @@ def _checked(curve: Curve[E]) -> Curve[E]:
 @functools.cache
 def _g1(name: str) -> Curve[int]:
     family = FAMILIES[name]
-    k, scalars = PrimeCoordinates(family.fq), FIELDS[f"{name}_fr"]
+    k, scalars = weierstrass.PrimeCoordinates(family.fq), FIELDS[f"{name}_fr"]
     return _checked(Curve(f"{name}_g1", k, scalars, family.b, family.g1_generator, family.g1_cofactor))
 
 
 @functools.cache
 def _g2(name: str) -> Curve[Pair]:
     family = FAMILIES[name]
-    k, scalars = QuadraticCoordinates(family.fq), FIELDS[f"{name}_fr"]
+    k, scalars = weierstrass.QuadraticCoordinates(family.fq), FIELDS[f"{name}_fr"]
     b = k.times(family.nonresidue if family.twist == "multiply" else k.inv(family.nonresidue), family.b)
     return _checked(Curve(f"{name}_g2", k, scalars, b, family.g2_generator, family.g2_cofactor))
 
@@ -249,7 +241,7 @@ def register_curve(
         raise ConfigError(f"{name}: b must not be 0 mod q, got {clipped(b)}: (0, 0) encodes infinity")
     for purpose, row, fits, limits in (
         ("coordinates", base, base.limbs % 2 == 0, "an even number of"),
-        ("scalars", scalars, scalars.limbs == SCALAR_WORDS, SCALAR_WORDS),
+        ("scalars", scalars, scalars.limbs == weierstrass.SCALAR_WORDS, weierstrass.SCALAR_WORDS),
     ):
         if row.word_bits != 64 or not fits:
             raise ConfigError(f"{name}: {purpose} must have {limits} 64-bit limbs; {row.name} has {row.bits} bits")
@@ -262,12 +254,12 @@ def register_curve(
         raise ConfigError(
             f"{name}: the generator's coordinates must be from 0 to below q, got ({clipped(x)}, {clipped(y)})"
         )
-    curve = _checked(Curve(name, PrimeCoordinates(base), scalars, b % q, (x, y), cofactor))
+    curve = _checked(Curve(name, weierstrass.PrimeCoordinates(base), scalars, b % q, (x, y), cofactor))
     rng, root = random.Random(0), None
     while root is None:
         x = rng.randrange(q)
         root = curve.coordinates.sqrt(curve.right_side(x))
-    if multiply(curve, cofactor * r, (x, root)) is not None:
+    if weierstrass.multiply(curve, cofactor * r, (x, root)) is not None:
         raise ConfigError(f"{name}: the curve's group does not have {cofactor} r elements, r = {r}")
     if name in CURVES and CURVES[name]().canonical_text() != curve.canonical_text():
         raise ConfigError(f"{name}: another curve has this name")
@@ -334,9 +326,9 @@ def _nonresidue(prime: int) -> int:
 def _check_family(family: Family) -> None:
     """Raise ConfigError unless pairings and their checks of subgroups hold for a family whose fields are registered."""
     name, q, r = family.name, family.q, family.r
-    if FIELDS[f"{name}_fr"].limbs != SCALAR_WORDS:
-        raise ConfigError(f"{name}: r must have {SCALAR_WORDS} words of 64 bits, got {r.bit_length()} bits")
-    k = QuadraticCoordinates(family.fq)
+    if FIELDS[f"{name}_fr"].limbs != weierstrass.SCALAR_WORDS:
+        raise ConfigError(f"{name}: r must have {weierstrass.SCALAR_WORDS} words of 64 bits, got {r.bit_length()} bits")
+    k = weierstrass.QuadraticCoordinates(family.fq)
     if any(k.power(family.nonresidue, (q * q - 1) // n) == k.one for n in (2, 3)):
         raise ConfigError(f"{name}: {family.nonresidue} is a square or a cube in Fq2")
     g1, g2 = _g1.__wrapped__(name), _g2.__wrapped__(name)  # kept only if the family is
@@ -398,7 +390,7 @@ def endomorphism(curve: Curve[Any]) -> Endomorphism | None:
 
 def _family_endomorphism(curve: Curve[Any], family: Family) -> Endomorphism:
     test = _g1_endomorphism(curve, family) if curve.coordinates.degree == 1 else _g2_endomorphism(curve, family)
-    if test.apply(curve, curve.generator) != multiply(curve, test.eigenvalue, curve.generator):
+    if test.apply(curve, curve.generator) != weierstrass.multiply(curve, test.eigenvalue, curve.generator):
         raise ValueError(f"{curve.name}: the endomorphism does not multiply the generator by {test.eigenvalue}")
     return test
 
@@ -409,7 +401,7 @@ def _g1_endomorphism(curve: Curve[Any], family: Family) -> Endomorphism:
     if eigenvalue**2 + eigenvalue + 1 != family.r:
         raise ValueError(f"{curve.name}: k^2 + k + 1 is not r for k = {eigenvalue}")
     root = pow(k.base.generator, (k.base.modulus - 1) // 3, k.base.modulus)
-    x = multiply(curve, eigenvalue, curve.generator)
+    x = weierstrass.multiply(curve, eigenvalue, curve.generator)
     if x is None:
         raise ValueError(f"{curve.name}: the generator's order divides {eigenvalue}")
     beta = root if k.mul(root, curve.generator[0]) == x[0] else k.square(root)

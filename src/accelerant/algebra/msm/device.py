@@ -24,21 +24,9 @@ from accelerant.algebra.curve import weierstrass
 from accelerant.algebra.curve.weierstrass import Curve, Jacobian, decode_points, encode_points
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.program import montgomery_radix
+from accelerant.algebra.msm import device_plan as plans
 from accelerant.algebra.msm.cpu import doublings, kernel_source
-from accelerant.algebra.msm.device_plan import (
-    BINS_LOCAL_BYTES,
-    MAX_INDICES,
-    MULTIPLES_BLOCK,
-    POINTS_PER_INVERSION,
-    DeviceMsmPlan,
-    MsmChunk,
-    PreparedLaunch,
-    coordinate_words,
-    device_plan,
-    multiples_source,
-    prepared_sum,
-    scratch_shapes,
-)
+from accelerant.algebra.msm.device_plan import DeviceMsmPlan, device_plan
 from accelerant.errors import OutOfMemory
 from accelerant.runtime.ledger import launch
 from accelerant.runtime.time_limit import check_time
@@ -69,7 +57,7 @@ class PendingMsm(NamedTuple):
     def finish(self, stored: Sequence[npt.NDArray[Any]] | None = None) -> U64:
         """Return the sum, (2 degree limbs,) words, affine, Montgomery form; `stored` are the results, if fetched."""
         if not self.results:
-            return np.zeros(2 * coordinate_words(self.curve), np.uint64)
+            return np.zeros(2 * plans.coordinate_words(self.curve), np.uint64)
         stored = [self.space.store(words) for words in self.results] if stored is None else stored
         return reduce_windows(self.curve, self.window, np.stack(stored))
 
@@ -94,7 +82,7 @@ def start_msm(
         return PendingMsm(space, curve, 0)
     options.setdefault("bins_fit", _bins_fit(space))
     if isinstance(points, np.ndarray):
-        options["chunk"] = min(options.get("chunk", n), STREAMED_BYTES // (16 * coordinate_words(curve)))
+        options["chunk"] = min(options.get("chunk", n), STREAMED_BYTES // (16 * plans.coordinate_words(curve)))
     if free_bytes is not None:
         return MsmRunner(space, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
     plan = device_plan(curve, n, _NO_LIMIT, **options)
@@ -123,7 +111,7 @@ class DeviceBases:
         self._space, self._curve = space, curve
         self._runner: MsmRunner | None = None
         self.plan: DeviceMsmPlan | None = None
-        words = 2 * coordinate_words(curve)
+        words = 2 * plans.coordinate_words(curve)
         self._points = space.load(points) if isinstance(points, np.ndarray) else points
         if not self.n:
             return
@@ -132,7 +120,7 @@ class DeviceBases:
         scratch = _free_bytes(space, _MULTIPLES_SHARE)
         plan = device_plan(curve, self.n, scratch, shared=True, **options)
         count = self.n * plan.windows
-        if 8 * words * count <= free_bytes and count <= MAX_INDICES:
+        if 8 * words * count <= free_bytes and count <= plans.MAX_INDICES:
             self._points = _multiples(space, curve, self._points, self.n, plan)
         else:
             plan = device_plan(curve, self.n, scratch, **options)
@@ -164,7 +152,7 @@ class DeviceBases:
             return 0
         rows = self.plan.windows if self.plan.shared else 1
         scratch = self.plan.size_bytes(self._curve) if self._runner else 0
-        return 16 * coordinate_words(self._curve) * self.n * rows + scratch
+        return 16 * plans.coordinate_words(self._curve) * self.n * rows + scratch
 
     def explain(self) -> str:
         """Describe the stored points and the plan."""
@@ -176,12 +164,20 @@ class DeviceBases:
 
 def _multiples(space: MemorySpace, curve: Curve[Any], points: Words, n: int, plan: DeviceMsmPlan) -> Words:
     """Return the points times 2^(c w) for each window w, (windows n, words)."""
-    table = space.empty((plan.windows * n, 2 * coordinate_words(curve)), _U64)
-    grid = -(-n // (MULTIPLES_BLOCK * POINTS_PER_INVERSION))
+    table = space.empty((plan.windows * n, 2 * plans.coordinate_words(curve)), _U64)
+    grid = -(-n // (plans.MULTIPLES_BLOCK * plans.POINTS_PER_INVERSION))
     for w in range(plan.windows):
         source, first = (table, (w - 1) * n) if w else (points, 0)
         numbers = (n, first, w * n, plan.window if w else 0)
-        launch(space, multiples_source(curve), "msm_multiples", grid, MULTIPLES_BLOCK, (source, table), *numbers)
+        launch(
+            space,
+            plans.multiples_source(curve),
+            "msm_multiples",
+            grid,
+            plans.MULTIPLES_BLOCK,
+            (source, table),
+            *numbers,
+        )
     return table
 
 
@@ -191,7 +187,7 @@ class MsmRunner:
     def __init__(self, space: MemorySpace, curve: Curve[Any], plan: DeviceMsmPlan, load: Load | None = None) -> None:
         self.space, self.curve, self.plan = space, curve, plan
         self.load = load or space.load
-        self._shapes = scratch_shapes(curve.name, plan)
+        self._shapes = plans.scratch_shapes(curve.name, plan)
         self._arrays: dict[str, Words] = {}
 
     def allocate(self) -> None:
@@ -223,13 +219,13 @@ class MsmRunner:
             scalars, first_scalar = self.load(scalars[first : first + count]), 0
         if isinstance(points, np.ndarray):
             points, first_point = self.load(points[first : first + count]), 0
-        results = self.space.empty((self.plan.sets, 3 * coordinate_words(self.curve)), _U64)
-        chunk = MsmChunk(count, n, first_scalar, first_point)
+        results = self.space.empty((self.plan.sets, 3 * plans.coordinate_words(self.curve)), _U64)
+        chunk = plans.MsmChunk(count, n, first_scalar, first_point)
         arrays = {"scalars": scalars, "points": points, "results": results}
-        self.run(prepared_sum(self.space, self.curve.name, self.plan, chunk), arrays)
+        self.run(plans.prepared_sum(self.space, self.curve.name, self.plan, chunk), arrays)
         return results
 
-    def run(self, launches: Iterable[PreparedLaunch], arrays: Mapping[str, Words]) -> None:
+    def run(self, launches: Iterable[plans.PreparedLaunch], arrays: Mapping[str, Words]) -> None:
         """Launch kernels on scratch and the given arrays."""
         launch, pointer = self.space.provider.launch, self.space.pointer
         pointers = {name: pointer(words) for name, words in arrays.items()}
@@ -265,7 +261,7 @@ def _start_where_it_fits(
 def _bins_fit(space: MemorySpace) -> bool:
     """Return whether a block of bins.c fits the device's local memory."""
     held = space.provider.devices()[space.index].properties.get("shared_bytes_per_block")
-    return not held or held >= BINS_LOCAL_BYTES
+    return not held or held >= plans.BINS_LOCAL_BYTES
 
 
 def _free_bytes(space: MemorySpace, share: float) -> int:

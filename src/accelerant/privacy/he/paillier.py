@@ -35,16 +35,8 @@ import numpy.typing as npt
 import torch
 
 from accelerant._renamed import understood_arguments
-from accelerant.algebra.bigint import (
-    DevicePairs,
-    DeviceResidues,
-    FixedBasePowers,
-    Residues,
-    gmp,
-    ints_of,
-    residues_of,
-    words_of,
-)
+from accelerant.algebra import bigint
+from accelerant.algebra.bigint import Residues, gmp
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import (
     ConfigError,
@@ -216,13 +208,13 @@ class PublicKey:
             listed = list(numbers)
             columns = max((m.bit_length() for m in listed), default=0) // 32 + 1
             offset = 1 << 32 * columns
-            return self._plain_words(words_of((m + offset for m in listed), columns + 1), offset, space)
+            return self._plain_words(bigint.words_of((m + offset for m in listed), columns + 1), offset, space)
         n = gmp().mpz(self.n)
-        return residues_of((1 + m % n * n for m in numbers), self.n_square, space)
+        return bigint.residues_of((1 + m % n * n for m in numbers), self.n_square, space)
 
     def _plain_words(self, words: npt.NDArray[Any], offset: int, space: MemorySpace) -> Residues:
         """Return the same of numbers whose sums with an offset are given by words."""
-        shifted = DeviceResidues.of_words(space.load(words), self.n_square, space, self.n)
+        shifted = bigint.DeviceResidues.of_words(space.load(words), self.n_square, space, self.n)
         return shifted.plus(1 - offset * self.n)
 
     def _masks(self, count: int, space: MemorySpace, fast: bool = False) -> Residues:
@@ -237,17 +229,17 @@ class PublicKey:
         if space is HOST:
             values = [secrets.randbelow(self.n - 1) + 1 for _ in range(count)]
             _check_units(values, self.n, "a random number")
-            return residues_of(values, self.n_square, space).power([self.n])
+            return bigint.residues_of(values, self.n_square, space).power([self.n])
         found = _random_pairs(count, self.n, space).power(self.n).times(1, plain=True).into(self.n_square)
         if count:
             _check_units(found.product(count).ints(), self.n, "a random number")
         return found
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - keys are few, and a table belongs to its key
-    def _base(self, space: MemorySpace, bits: int) -> FixedBasePowers:
+    def _base(self, space: MemorySpace, bits: int) -> bigint.FixedBasePowers:
         drawn = hashlib.shake_256(b"accelerant Paillier h" + self.n.to_bytes(self.n_bytes, "big"))
         x = int.from_bytes(drawn.digest(self.n_bytes + 16), "big")
-        return FixedBasePowers(gmp().powmod(-x * x % self.n, self.n, self.n_square), self.n_square, bits, space)
+        return bigint.FixedBasePowers(gmp().powmod(-x * x % self.n, self.n, self.n_square), self.n_square, bits, space)
 
     def from_ints(
         self, values: Any, *, exponent: int = 0, dtype: str | None = None, limit: float | None = None,
@@ -269,7 +261,7 @@ class PublicKey:
         if kind not in ("torch", "numpy"):
             raise ConfigError(f"kind is 'torch' or 'numpy', got {kind!r}")
         exponent, bound = encoding.scale_of(dtype, exponent, limit, False)
-        cipher = residues_of(numbers, self.n_square, space_at(device))
+        cipher = bigint.residues_of(numbers, self.n_square, space_at(device))
         return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), Origin(kind, dtype))
 
     def _check_ciphertexts(self, numbers: Sequence[Any]) -> None:
@@ -353,9 +345,9 @@ class PrivateKey(SecretKey):
             return halves[0].plus_words(halves[1].words, 1)
         for prime, square in ((self.p, p2), (self.q, q2)):
             values = [secrets.randbelow(prime - 1) + 1 for _ in range(count)]
-            found.append(residues_of(values, square, space).power([prime], secret=True).ints())
+            found.append(bigint.residues_of(values, square, space).power([prime], secret=True).ints())
         values = [xq + q2 * ((xp - xq) * self._square_inverse % p2) for xp, xq in zip(*found, strict=True)]
-        return residues_of(values, self.public.n_square, space)
+        return bigint.residues_of(values, self.public.n_square, space)
 
     def decrypt(self, c: EncryptedTensor, *, dtype: str | torch.dtype | None = None) -> Any:
         """Decrypt to an array of the library, and for torch of the device, that was encrypted.
@@ -389,7 +381,9 @@ class PrivateKey(SecretKey):
         """Return the plaintexts, those above n - n/3 as negative; RangeError for one beyond n/3."""
         halves, values = [], cipher.ints()
         for prime, square, inverse in zip((self.p, self.q), self._squares, self._inverses, strict=True):
-            powers = residues_of([c % square for c in values], square, cipher.space).power([prime - 1], secret=True)
+            powers = bigint.residues_of([c % square for c in values], square, cipher.space).power(
+                [prime - 1], secret=True
+            )
             halves.append([(x - 1) // prime * inverse % prime for x in powers.ints()])
         return self._in_range(
             mq + (mp - mq) * self._q_inverse % self.p * self.q for mp, mq in zip(*halves, strict=True)
@@ -401,14 +395,14 @@ class PrivateKey(SecretKey):
         halves = []
         for p, q, inverse in zip((self.p, self.q), (self.q, self.p), self._inverses, strict=True):
             # c^(p - 1) = 1 + b p mod p^2, so the high half of its product with k < p is b k mod p.
-            powers = DevicePairs.of_words(words, p, space).power(p - 1, secret=True)
+            powers = bigint.DevicePairs.of_words(words, p, space).power(p - 1, secret=True)
             half = powers.times(inverse * gmpy2.invert(q, p) % p, plain=True).half(1)
-            halves.append(DeviceResidues.of_words(half, self.public.n, space, q))
+            halves.append(bigint.DeviceResidues.of_words(half, self.public.n, space, q))
         n, columns = self.public.n, max(2, bound.bit_length() // 32 + 1)
         offset = 2 ** (32 * columns - 1) if 32 * columns + 2 <= n.bit_length() else 0  # below n/4
         found = space.store(halves[0].plus_words(halves[1].words, 1).plus(offset).plain())
         if not offset or found[:, columns:].any():
-            return self._in_range((m - offset) % n for m in ints_of(found))
+            return self._in_range((m - offset) % n for m in bigint.ints_of(found))
         return encoding.signed_numbers(found[:, :columns])
 
     def _in_range(self, numbers: Iterable[Any]) -> list[int]:
@@ -441,9 +435,9 @@ def _random_words(count: int, width: int, space: MemorySpace) -> Any:
     )
 
 
-def _random_pairs(count: int, modulus: int, space: MemorySpace) -> DevicePairs:
+def _random_pairs(count: int, modulus: int, space: MemorySpace) -> bigint.DevicePairs:
     """Return numbers modulo the square of a modulus that are uniform modulo it, up to a distance of 2^-128."""
-    return DevicePairs.of_words(_random_words(count, -(-modulus.bit_length() // 32) + 4, space), modulus, space)
+    return bigint.DevicePairs.of_words(_random_words(count, -(-modulus.bit_length() // 32) + 4, space), modulus, space)
 
 
 def _integer(value: Any) -> int:
@@ -688,13 +682,13 @@ class EncryptedTensor:
             raise FormatError(f"shape {shape} needs {count * width} bytes of ciphertexts, the message has {len(body)}")
         numbers = [int.from_bytes(body[at : at + width], "big") for at in range(0, len(body), width)]
         public._check_ciphertexts(numbers)
-        cipher = residues_of(numbers, public.n_square, space_at(device))
+        cipher = bigint.residues_of(numbers, public.n_square, space_at(device))
         origin = Origin(KINDS[kind], encoding.DTYPES[dtype])
         return cls(public, cipher, shape, exponent, bound, origin, packed=bool(packed))
 
     def to(self, device: DeviceLike) -> EncryptedTensor:
         """Return the ciphertexts on a device: "cpu", "cuda", "opencl", ..."""
-        return replace(self, residues=residues_of(self.residues.ints(), self.public.n_square, space_at(device)))
+        return replace(self, residues=bigint.residues_of(self.residues.ints(), self.public.n_square, space_at(device)))
 
     def _leaving(self, rerandomize: bool | None) -> EncryptedTensor:
         wanted = not self.fresh if rerandomize is None else rerandomize

@@ -36,18 +36,8 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, RecordedLaunch, ledger
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.keys import (
-    SECTIONS,
-    U64,
-    DeviceMatrix,
-    KeySums,
-    SparseMatrix,
-    Stages,
-    UnreducedError,
-    gather,
-    snarkjs_scalar_field,
-    unreduced_blocks,
-)
+from accelerant.zk.groth16 import keys
+from accelerant.zk.groth16.keys import U64, Stages
 from accelerant.zk.multi_scalar import msm_record
 
 if TYPE_CHECKING:
@@ -100,16 +90,16 @@ class KeyPart:
         """
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
-        self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
+        self._field, self._n_public = keys.snarkjs_scalar_field(family), zkey.n_public
         self._queues = Queues(space, _INPUT + 1)
         self._read: Mark = None
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         self.sections = [name for name in _LAUNCH_ORDER if name in parts]
-        self._rows: DeviceMatrix | None = None
+        self._rows: keys.DeviceMatrix | None = None
         with stages("key: constraints"):
             if "H" in parts:
-                rows = SparseMatrix.from_coefficients(self._field, zkey.domain_size, zkey.coefficients)
-                self._rows = DeviceMatrix(space, rows, functools.partial(self._queues.load, 0))
+                rows = keys.SparseMatrix.from_coefficients(self._field, zkey.domain_size, zkey.coefficients)
+                self._rows = keys.DeviceMatrix(space, rows, functools.partial(self._queues.load, 0))
                 room -= self._rows.size_bytes
                 del rows
         with stages("key: points"):
@@ -124,7 +114,7 @@ class KeyPart:
             overlap = overlap and allowed.scratch is None  # where memory is short, sums run one after the other
             self._captures, self._eager_proofs = captures and overlap, 0
             self._captured: list[_Vectors] = []
-            queues, self._input = (_QUEUES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
+            queues, self._input = (_QUEUES, _INPUT) if overlap else (dict.fromkeys(keys.SECTIONS, 0), 0)
             # Allocated on the queue that reads it, so that its memory is not reused early if a proof is abandoned
             self._public = self._queues.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
             self._sections = {
@@ -133,7 +123,7 @@ class KeyPart:
             }
             space.provider.synchronize(space.index)
 
-    def receive(self, values: U64) -> tuple[Callable[[int, int], object], Callable[[Stages], KeySums]]:
+    def receive(self, values: U64) -> tuple[Callable[[int, int], object], Callable[[Stages], keys.KeySums]]:
         """Return functions that copy values first to last of a pinned witness, and that then start its sums."""
         queues = self._queues
         if not queues.captures:
@@ -148,15 +138,15 @@ class KeyPart:
 
         return copy, functools.partial(self._start, vectors)
 
-    def _start(self, vectors: _Vectors, stages: Stages) -> KeySums:
+    def _start(self, vectors: _Vectors, stages: Stages) -> keys.KeySums:
         """Launch all kernels on a witness that the input's queue copies."""
         queues, space, field, spans = self._queues, self.space, self._field, Spans()
         witness, n = vectors.witness, int(vectors.witness.shape[0])
         in_use: list[Any] = [witness]  # kept alive until all queues have read them
         self._read = copied = queues.mark(self._input)
         with queues.queue(self._input):
-            unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, n))
-            public = queues.fetch(self._input, gather(space, field, witness, self._public, self._n_public))
+            unreduced = queues.fetch(self._input, keys.unreduced_blocks(space, field, witness, n))
+            public = queues.fetch(self._input, keys.gather(space, field, witness, self._public, self._n_public))
         pending: dict[str, Callable[[], U64]] = {}
         for name in _LAUNCH_ORDER:
             if name == "quotient" and self._rows is not None:
@@ -179,7 +169,7 @@ class KeyPart:
                 if unreduced().any():
                     for name in self.sections:  # they read the witness
                         pending[name]()
-                    raise UnreducedError
+                    raise keys.UnreducedError
                 return public()
 
         def sum_(name: str) -> U64:
@@ -191,7 +181,7 @@ class KeyPart:
             found = {name: queues.span_s(*marks) for name, marks in spans.items()}
             return {name: seconds for name, seconds in found.items() if seconds is not None}
 
-        return KeySums(inputs_, sum_, times)
+        return keys.KeySums(inputs_, sum_, times)
 
     def _vectors(self, n: int) -> _Vectors:
         """Return vectors for n values: a free captured set, else new ones, captured from the third call on."""
@@ -231,7 +221,9 @@ class KeyPart:
 
     def explain(self) -> str:
         """See HostKey."""
-        return "\n".join(f"{name}: {self._sections[name].explain()}" for name in SECTIONS if name in self._sections)
+        return "\n".join(
+            f"{name}: {self._sections[name].explain()}" for name in keys.SECTIONS if name in self._sections
+        )
 
 
 def shares(n_points: Mapping[str, int], count: int) -> list[dict[str, Part]]:
@@ -277,7 +269,7 @@ class DeviceKey:
         self.label = "+".join(part.label for part in self._parts)
         self._threads = ThreadPoolExecutor(_COPIERS, thread_name_prefix="accelerant-groth16")
 
-    def begin(self, witness: Witness, stages: Stages) -> KeySums:
+    def begin(self, witness: Witness, stages: Stages) -> keys.KeySums:
         """See HostKey. One thread launches on all devices: several would wait for the interpreter's lock.
 
         All devices read one pinned copy: if the file changed in between, r and s would not hide sums of parts of two
@@ -307,7 +299,7 @@ class DeviceKey:
         def public() -> U64:
             with stages("device"):
                 for part in pending[1:]:
-                    with suppress(UnreducedError):  # the first raises it, too
+                    with suppress(keys.UnreducedError):  # the first raises it, too
                         part.public()
                 inputs: U64 = pending[0].public()
                 return inputs
@@ -327,7 +319,7 @@ class DeviceKey:
                 for name, seconds in sums.spans().items()
             }
 
-        return KeySums(public, sum_, spans)
+        return keys.KeySums(public, sum_, spans)
 
     def explain(self) -> str:
         """See HostKey; one line per section and device."""
@@ -458,7 +450,7 @@ class _DeviceSection:
         record = msm_record(space, self._curve, self._n, 1)
         with RecordedLaunch(record, space.provider, space.index):
             if self._indices is not None:
-                values = gather(space, self._field, values, self._indices, self._n)
+                values = keys.gather(space, self._field, values, self._indices, self._n)
             if self._bases is not None:
                 return self._bases.start(values)
             load = functools.partial(self._queues.load, self._queue)

@@ -16,6 +16,7 @@ from accelerant.runtime.files import write_atomic
 from accelerant.runtime.host import host_memory
 from accelerant.runtime.registry import DeviceLike
 from accelerant.zk.inference import extension as ext
+from accelerant.zk.inference import verifier
 from accelerant.zk.inference.extension import Words
 from accelerant.zk.inference.prover import (
     CommittedTable,
@@ -27,33 +28,7 @@ from accelerant.zk.inference.prover import (
     sumcheck,
     values_at,
 )
-from accelerant.zk.inference.verifier import (
-    BIAS_LIMIT,
-    COLUMNS,
-    COMMITMENT_HEADER,
-    LOG_ARITY,
-    PROOF_HEADER,
-    QUERIES,
-    SHIFT,
-    Channel,
-    Claim,
-    Commitment,
-    Element,
-    HelperLayout,
-    Layer,
-    Network,
-    RejectedProofError,
-    WeightLayout,
-    WitnessLayout,
-    check_commitment,
-    check_inference,
-    image_weights,
-    log2_ceil,
-    read_network,
-    sha256,
-    shape_bits,
-    table_rows,
-)
+from accelerant.zk.inference.verifier import Element, Layer, Network, RejectedProofError
 
 NETWORK_HEADER = b"accelerant integer network 2\n"
 _OLDER_HEADER = b"accelerant integer network 1\n"  # without multipliers of channels
@@ -88,7 +63,7 @@ class IntegerNetwork:
             flat = shape[:2] if layer.kernel == (1, 1) else shape
             if weight.shape not in (shape, flat) or bias.shape != (layer.outputs,):
                 raise ShapeError(f"layer {i} takes {flat} and ({layer.outputs},), got {weight.shape} and {bias.shape}")
-            if (off := (bias < -BIAS_LIMIT) | (bias >= BIAS_LIMIT)).any():
+            if (off := (bias < -verifier.BIAS_LIMIT) | (bias >= verifier.BIAS_LIMIT)).any():
                 value = int(bias[off][0])
                 raise ConfigError(f"layer {i} has the bias {value}, which is not from -2^23 to 2^23 - 1")
             self.weights.append(weight.reshape(shape))
@@ -112,7 +87,7 @@ class IntegerNetwork:
         """Return the witness of each layer for checked inputs, each axis but the batch's padded to a power of two."""
         traces: list[Trace] = []
         for sums, scaled, u, y in self._run(x):
-            r, excess = scaled & (1 << SHIFT) - 1, (scaled >> SHIFT) - (u - 128)
+            r, excess = scaled & (1 << verifier.SHIFT) - 1, (scaled >> verifier.SHIFT) - (u - 128)
             columns = {f"r{k}": r >> 8 * k & 255 for k in range(3)}
             columns |= {f"d{k}": np.sign(excess) * (np.abs(excess) >> 8 * k & 255) for k in range(3)}
             traces.append(columns | {"u": u, "y": y.astype(np.int64), "sums": sums})
@@ -128,10 +103,10 @@ class IntegerNetwork:
             sums = padded(_products(source, weight, layer), *layer.output_shape)
             sums += padded(bias, layer.outputs)[:, None, None]
             multipliers = np.array(layer.by_channel or [layer.common] * layer.outputs)
-            scaled = sums * padded(multipliers, layer.outputs)[:, None, None] + (1 << SHIFT - 1)
+            scaled = sums * padded(multipliers, layer.outputs)[:, None, None] + (1 << verifier.SHIFT - 1)
             if layer.skip:
                 scaled += outputs[i - layer.skip].astype(np.int64) * layer.skip_multiplier
-            u = np.clip(scaled >> SHIFT, -128, 127) + 128
+            u = np.clip(scaled >> verifier.SHIFT, -128, 127) + 128
             outputs.append(np.frombuffer(layer.table, np.int8)[u])
             yield sums, scaled, u, outputs[-1]
 
@@ -167,20 +142,20 @@ class IntegerNetwork:
         return cls(network, weights, biases)
 
 
-def read_public(data: bytes) -> tuple[Network, Channel]:
+def read_public(data: bytes) -> tuple[Network, verifier.Channel]:
     """Read the public part of an integer network's file, and return what has the rest; FormatError as from_bytes."""
     if not data.startswith((NETWORK_HEADER, _OLDER_HEADER)):
         raise FormatError(f"an integer network begins with {NETWORK_HEADER!r}, got {data[: len(NETWORK_HEADER)]!r}")
-    reader = Channel(data[len(NETWORK_HEADER) :])
+    reader = verifier.Channel(data[len(NETWORK_HEADER) :])
     try:
-        return read_network(reader), reader
+        return verifier.read_network(reader), reader
     except RejectedProofError as error:
         raise FormatError(f"the integer network is malformed: {error}") from None
 
 
 def padded(x: npt.NDArray[Any], *shape: int, value: int = 0) -> npt.NDArray[Any]:
     """Return an array whose last axes, of this shape, are padded to powers of two, by zeros or another value."""
-    width = [(0, 0)] * (x.ndim - len(shape)) + [(0, (1 << log2_ceil(size)) - size) for size in shape]
+    width = [(0, 0)] * (x.ndim - len(shape)) + [(0, (1 << verifier.log2_ceil(size)) - size) for size in shape]
     return np.pad(x, width, constant_values=value)
 
 
@@ -242,7 +217,7 @@ class ModelCommitment:
         """Read the bytes of `to_bytes` and verify the range proof; FormatError says what is wrong."""
         data = checked_bytes("model commitment", data)
         try:
-            self.checked: Commitment = check_commitment(data)
+            self.checked: verifier.Commitment = verifier.check_commitment(data)
         except RejectedProofError as error:
             raise FormatError(f"the model commitment is invalid: {error}") from None
         self._data = data
@@ -255,7 +230,7 @@ class ModelCommitment:
     @property
     def digest(self) -> bytes:
         """The SHA-256 hash of the public part and the root."""
-        return sha256(COMMITMENT_HEADER, self.network.encode(), self.checked.root)
+        return verifier.sha256(verifier.COMMITMENT_HEADER, self.network.encode(), self.checked.root)
 
     def __repr__(self) -> str:
         return f"ModelCommitment({self.network.widths}, {self.digest.hex()[:16]})"
@@ -290,7 +265,7 @@ class Prover:
         self.space = space_at(device)
         public = self.network.network
         _require_memory("a commitment to this network", commitment_memory_bytes(public), memory_limit_bytes)
-        self.layout = WeightLayout(public)
+        self.layout = verifier.WeightLayout(public)
         values = self._byte_table()
         helpers = self.layout.helpers
         asked = values[: len(helpers.queries) << helpers.log_height]
@@ -308,7 +283,7 @@ class Prover:
         for i, (weight, bias) in enumerate(zip(self.network.weights, self.network.biases, strict=True)):
             block = padded(weight.view(np.uint8) ^ 128, *weight.shape, value=128).reshape(-1)
             values[self.layout.weights[i] :][: len(block)] = block
-            block = padded(bias, len(bias)) + BIAS_LIMIT
+            block = padded(bias, len(bias)) + verifier.BIAS_LIMIT
             for byte, at in enumerate(self.layout.biases[i]):
                 values[at:][: len(block)] = block >> 8 * byte & 255
         return values
@@ -316,8 +291,8 @@ class Prover:
     def _commitment(self, public: Network, counts: Words) -> bytes:
         """Return the commitment with its range proof; see verifier.check_commitment."""
         root, layout = self._weights.tree.root, self.layout
-        header = COMMITMENT_HEADER + public.encode() + root
-        speaker = Speaker(header, COMMITMENT_HEADER, public.encode(), root, space=self.space)
+        header = verifier.COMMITMENT_HEADER + public.encode() + root
+        speaker = Speaker(header, verifier.COMMITMENT_HEADER, public.encode(), root, space=self.space)
         multiplicities = CommittedTable(counts, layout.log_rows, [(0, 1 << 8)], self.space)
         speaker.send(multiplicities.tree.root)
         alpha, _ = speaker.challenges(2)
@@ -332,7 +307,7 @@ class Prover:
         columns = ext.eq_table(point[layout.log_rows :])[:, self._weights.columns]
         value = ext.total(ext.mul(over_rows, columns))[:, None]
         speaker.send_elements(value)
-        claims = [Claim(0, 0, lookups.point, ext.elements(value)[0]), *lookups.show_table(1, 0)]
+        claims = [verifier.Claim(0, 0, lookups.point, ext.elements(value)[0]), *lookups.show_table(1, 0)]
         send_openings(
             speaker, layout.stack(), [self._weights, multiplicities, lookups.committed], claims + lookups.claims(2)
         )
@@ -352,7 +327,7 @@ _FIXED_BYTES, _ROW_BYTES = 24 << 20, 1100  # of any network, and for each row of
 
 def commitment_memory_bytes(network: Network) -> int:
     """Predict the memory that a commitment takes at its peak: within a third of it, where it is over 100 MB."""
-    layout = WeightLayout(network)
+    layout = verifier.WeightLayout(network)
     size = 8 * len(layout.helpers.queries) << layout.helpers.log_height
     return _FIXED_BYTES + (_ROW_BYTES << layout.log_rows) + (80 << layout.log_size) + 4 * size + code_bytes(2 * size)
 
@@ -362,7 +337,7 @@ def proof_memory_bytes(network: Network, batch: int) -> int:
 
     ShapeError: no proof has such a batch.
     """
-    layout = WeightLayout(network)
+    layout = verifier.WeightLayout(network)
     witness = _witness_layout(network, batch, layout)
     kept = (1 << layout.log_size) + (32 * len(layout.helpers.queries) << layout.helpers.log_height)
     rows = 8 << witness.log_rows
@@ -377,19 +352,19 @@ def proof_memory_bytes(network: Network, batch: int) -> int:
 
 def prediction(network: Network, batch: int) -> tuple[float, int]:
     """Return the bytes of a commitment and a proof together, and predict their CPU seconds within a factor of 3."""
-    layout = WeightLayout(network)
+    layout = verifier.WeightLayout(network)
     witness = _witness_layout(network, batch, layout)
     seen = [math.prod((layer.inputs, *layer.kernel, *layer.output_shape[1:])) for layer in network.layers]
     seconds = 0.1 + 1e-6 * layout.end + 2e-5 * (1 << layout.log_rows) + 8e-6 * witness.used + 1.5e-7 * sum(seen)
-    hashes = 3 * layout.log_rows + sum(range(layout.log_rows, 0, -LOG_ARITY))
+    hashes = 3 * layout.log_rows + sum(range(layout.log_rows, 0, -verifier.LOG_ARITY))
     leaves = sum(len(columns) for stack in (layout.stack(), witness.stack) for columns in stack.columns)
     fixed = 3 * len(network.encode()) + (1 << 16) + (1 << witness.logs[-1])
-    return seconds, fixed + QUERIES * (8 * leaves + 2 * 32 * hashes + 128 * layout.log_rows)
+    return seconds, fixed + verifier.QUERIES * (8 * leaves + 2 * 32 * hashes + 128 * layout.log_rows)
 
 
-def _witness_layout(network: Network, batch: int, layout: WeightLayout) -> WitnessLayout:
+def _witness_layout(network: Network, batch: int, layout: verifier.WeightLayout) -> verifier.WitnessLayout:
     try:
-        return WitnessLayout(network, batch, layout)
+        return verifier.WitnessLayout(network, batch, layout)
     except RejectedProofError as error:
         raise ShapeError(f"x has {batch} inputs: {error}") from None
 
@@ -413,11 +388,11 @@ class Lookups:
 
     def __init__(
         self, speaker: Speaker, alpha: Element, beta: Element, denominators: Callable[[slice], Words], counts: Words,
-        table: tuple[list[bytes], int], layout: HelperLayout,
+        table: tuple[list[bytes], int], layout: verifier.HelperLayout,
     ) -> None:  # fmt: skip
         """Commit to h and send its sum; alpha and beta are of fingerprints, `table` takes table_rows."""
         self.speaker, self.counts, self.denominators, self.offsets = speaker, counts, denominators, layout.offsets
-        a, b, tag = (ext.lifted(np.array(column, np.uint64)) for column in table_rows(*table))
+        a, b, tag = (ext.lifted(np.array(column, np.uint64)) for column in verifier.table_rows(*table))
         self.table, size = fingerprint(alpha, beta, a, b, tag), 1 << layout.log_queries
         self.log_height, self.asked = layout.log_height, np.zeros(size >> layout.log_height, np.uint64)
         self.asked[layout.queries] = 1
@@ -446,7 +421,7 @@ class Lookups:
         self.parts = self.speaker.send_elements(values)
         return self.point
 
-    def show_table(self, source: int, offset: int) -> list[Claim]:
+    def show_table(self, source: int, offset: int) -> list[verifier.Claim]:
         """Show the table's side, and return the claim on the multiplicities, which are there."""
         table, counts = self.table, self.counts
         self.table_point, values = send_fractions(
@@ -454,12 +429,12 @@ class Lookups:
         )
         self.table_parts = self.speaker.send_elements(values)
         value = self.speaker.send_elements(values_at(self.counts[None], self.table_point))
-        return [Claim(source, offset, self.table_point, value[0])]
+        return [verifier.Claim(source, offset, self.table_point, value[0])]
 
-    def claims(self, source: int) -> list[Claim]:
+    def claims(self, source: int) -> list[verifier.Claim]:
         """Return the claims on h."""
         sides = [(self.point, part) for part in self.parts] + [(self.table_point, part) for part in self.table_parts]
-        return [Claim(source, at, point, part) for at, (point, part) in zip(self.offsets, sides, strict=True)]
+        return [verifier.Claim(source, at, point, part) for at, (point, part) in zip(self.offsets, sides, strict=True)]
 
 
 def fingerprint(alpha: Element, beta: Element, a: Words, b: Words, tag: Words) -> Words:
@@ -474,14 +449,14 @@ class InferenceProof:
     def __init__(self, prover: Prover, x: Int8) -> None:
         self.prover, self.network, self.x = prover, prover.network, x
         public, batch = self.network.network, len(x)
-        self.layers, self.layout = public.layers, WitnessLayout(public, batch, prover.layout)
-        images = np.pad(x, [(0, (1 << log2_ceil(batch)) - batch), *[(0, 0)] * 3])
+        self.layers, self.layout = public.layers, verifier.WitnessLayout(public, batch, prover.layout)
+        images = np.pad(x, [(0, (1 << verifier.log2_ceil(batch)) - batch), *[(0, 0)] * 3])
         self.inputs, self.traces = images.astype(np.int64), self.network.trace(images)
         self.padded_output = self.traces[-1]["y"].astype(np.int8)
         self.y = self.network.outward(self.traces[-1]["y"][:batch])
         root = prover.commitment.checked.root
         statement = (public.encode(), root, batch.to_bytes(8, "little"), x.tobytes(), self.y.tobytes())
-        self.speaker = Speaker(PROOF_HEADER, PROOF_HEADER, *statement, space=prover.space)
+        self.speaker = Speaker(verifier.PROOF_HEADER, verifier.PROOF_HEADER, *statement, space=prover.space)
 
     def run(self) -> tuple[Int8, bytes]:
         """Return the output and the proof."""
@@ -503,22 +478,22 @@ class InferenceProof:
         lookups = Lookups(speaker, alpha, beta, denominators, counts, table, layout.helpers)
         rows = lookups.show_queries()[: layout.log_rows]
         sent = speaker.send_elements(values_at(self.values, rows))
-        claims = [Claim(1, at, rows, value) for at, value in zip(layout.columns, sent, strict=True)]
+        claims = [verifier.Claim(1, at, rows, value) for at, value in zip(layout.columns, sent, strict=True)]
         claims += lookups.show_table(1, layout.multiplicities) + lookups.claims(2)
         for index in range(len(self.layers)):
             claims += self.show_layer(index)
         point = speaker.challenges(layout.logs[-1])
         output = ext.elements(values_at(ext.words(self.padded_output.reshape(1, -1)), point))
-        claims.append(Claim(1, layout.columns[7] + layout.rows[-1], point, output[0]))
+        claims.append(verifier.Claim(1, layout.columns[7] + layout.rows[-1], point, output[0]))
         send_openings(speaker, layout.stack, [self.prover._weights, witness, lookups.committed], claims)
         return self.y, b"".join(speaker.parts)
 
     def columns(self) -> npt.NDArray[np.int64]:
         """Return the columns of all layers' activations, (8, rows); rows that are left have the output 0."""
         columns = np.zeros((8, 1 << self.layout.log_rows), np.int64)
-        columns[COLUMNS.index("u"), : self.layout.used] = 128
+        columns[verifier.COLUMNS.index("u"), : self.layout.used] = 128
         for trace, at in zip(self.traces, self.layout.rows, strict=True):
-            for i, name in enumerate(COLUMNS):
+            for i, name in enumerate(verifier.COLUMNS):
                 columns[i, at : at + trace[name].size] = trace[name].reshape(-1)
         return columns
 
@@ -553,11 +528,11 @@ class InferenceProof:
 
         return part
 
-    def show_layer(self, index: int) -> list[Claim]:
+    def show_layer(self, index: int) -> list[verifier.Claim]:
         """Show equation (1) of a layer at a random z; see verifier.check_layer."""
         layer, layout, weights, speaker = self.layers[index], self.layout, self.prover.layout, self.speaker
-        z, at, k_out = speaker.challenges(layout.logs[index]), layout.rows[index], log2_ceil(layer.outputs)
-        pixels = shape_bits(layer.output_shape[1:])
+        z, at, k_out = speaker.challenges(layout.logs[index]), layout.rows[index], verifier.log2_ceil(layer.outputs)
+        pixels = verifier.shape_bits(layer.output_shape[1:])
         outputs, images = z[pixels : pixels + k_out], z[pixels + k_out :]
         factor = ext.constant((layer.common, 0), 1)
         if layer.by_channel:
@@ -567,20 +542,20 @@ class InferenceProof:
         table = self.prover._weights.values.reshape(-1)
         biases = np.stack([table[b : b + (1 << k_out)] for b in weights.biases[index]]).astype(np.uint64)
         bias = speaker.send_elements(values_at(biases, outputs))
-        claims = [Claim(1, c + at, z, value) for c, value in zip(layout.columns[:7], columns, strict=True)]
-        claims += [Claim(0, b, outputs, value) for b, value in zip(weights.biases[index], bias, strict=True)]
+        claims = [verifier.Claim(1, c + at, z, value) for c, value in zip(layout.columns[:7], columns, strict=True)]
+        claims += [verifier.Claim(0, b, outputs, value) for b, value in zip(weights.biases[index], bias, strict=True)]
         if layer.skip:
             before = index - layer.skip
             values = self.values[7:, layout.rows[before] :][:, : 1 << layout.logs[before]]
             (added,) = speaker.send_elements(values_at(values, z))
-            claims.append(Claim(1, layout.columns[7] + layout.rows[before], z, added))
+            claims.append(verifier.Claim(1, layout.columns[7] + layout.rows[before], z, added))
 
-        x, size = self.inputs_at(index, images), 1 << shape_bits((layer.inputs, *layer.kernel))
+        x, size = self.inputs_at(index, images), 1 << verifier.shape_bits((layer.inputs, *layer.kernel))
         kernel = self.prover._weights.resident.reshape(-1)[weights.weights[index] :][: size << k_out]
         products = ext.byte_products(ext.eq_table(outputs)[:, None, :], kernel.reshape(1 << k_out, -1))[:, 0]
         tables = [ext.sub(products, ext.constant((128, 0), 1)), self.seen(layer, x, z)]
         if layer.inputs & (layer.inputs - 1):
-            mask = np.arange(tables[0].shape[1]) >> shape_bits(layer.kernel) < layer.inputs
+            mask = np.arange(tables[0].shape[1]) >> verifier.shape_bits(layer.kernel) < layer.inputs
             tables.append(ext.lifted(mask.astype(np.uint64)))
 
         def terms(tables: Words) -> Words:
@@ -589,24 +564,24 @@ class InferenceProof:
         j, last = sumcheck(speaker, np.stack(tables, axis=1), len(tables), terms)
         last[:, 0] = ext.add(last[:, 0], np.array([128, 0], np.uint64))
         weight, _ = speaker.send_elements(last[:, :2])
-        claims.append(Claim(0, weights.weights[index], j + outputs, weight))
+        claims.append(verifier.Claim(0, weights.weights[index], j + outputs, weight))
 
-        channels = j[shape_bits(layer.kernel) :]
+        channels = j[verifier.shape_bits(layer.kernel) :]
         of_channels = ext.total(np.moveaxis(ext.mul(x, ext.eq_table(channels)[:, :, None, None]), 1, -1))
-        of_rows, of_columns = (np.array(each, np.uint64).T for each in image_weights(z, j, layer))
+        of_rows, of_columns = (np.array(each, np.uint64).T for each in verifier.image_weights(z, j, layer))
         of_pixels = ext.mul(of_rows[:, :, None], of_columns[:, None, :])
         tables = [of_channels.reshape(2, -1), of_pixels.reshape(2, -1)]
         pixel, last = sumcheck(speaker, np.stack(tables, axis=1), 2, multiplied)
         if layer.source <= index:
             (value,) = speaker.send_elements(last[:, :1])
             row = layout.rows[index - layer.source]
-            claims.append(Claim(1, layout.columns[7] + row, pixel + channels + images, value))
+            claims.append(verifier.Claim(1, layout.columns[7] + row, pixel + channels + images, value))
         return claims
 
     def show_channels(self, index: int, z: list[Element]) -> tuple[list[Element], Words]:
         """Reduce the equations of channels with their own multipliers to one; return its point, and eq m there."""
         layer, sums = self.layers[index], self.traces[index]["sums"]
-        pixels, k_out = shape_bits(layer.output_shape[1:]), log2_ceil(layer.outputs)
+        pixels, k_out = verifier.shape_bits(layer.output_shape[1:]), verifier.log2_ceil(layer.outputs)
         of_images, of_pixels = ext.eq_table(z[pixels + k_out :]), ext.eq_table(z[:pixels])
         values = ext.dot(of_pixels[:, None, None], ext.words(sums.reshape(1, len(sums), 1 << k_out, -1)))
         values = ext.total(np.moveaxis(ext.mul(values, of_images[:, :, None]), 1, -1))
@@ -630,8 +605,8 @@ class InferenceProof:
 
     def seen(self, layer: Layer, x: Words, z: list[Element]) -> Words:
         """Return g(j), the sum of eq(z, p) x at the pixel that output p sees through j, a channel and kernel offset."""
-        k = shape_bits(layer.output_shape[2:])
-        of_columns, of_rows = ext.eq_table(z[:k]), ext.eq_table(z[k : shape_bits(layer.output_shape[1:])])
+        k = verifier.shape_bits(layer.output_shape[2:])
+        of_columns, of_rows = ext.eq_table(z[:k]), ext.eq_table(z[k : verifier.shape_bits(layer.output_shape[1:])])
         _, height, width = layer.output_shape
         of_pixels = ext.mul(of_rows[:, :height, None], of_columns[:, None, :width]).reshape(2, 1, 1, 1, -1)
         views = windows(unpadded(x, layer.image), layer)
@@ -687,7 +662,7 @@ def check(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> None:
     proof = checked_bytes("proof", proof)
     if len(y) != len(x):
         raise ShapeError(f"x and y must have one batch size, got {len(x)} and {len(y)}")
-    check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), proof)
+    verifier.check_inference(commitment.checked, len(x), x.tobytes(), y.tobytes(), proof)
 
 
 def verify(commitment: ModelCommitment, x: Any, y: Any, proof: bytes) -> bool:

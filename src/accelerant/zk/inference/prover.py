@@ -17,22 +17,9 @@ from accelerant.algebra.field.program import read_files
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.ledger import launch
 from accelerant.zk.inference import extension as ext
+from accelerant.zk.inference import verifier
 from accelerant.zk.inference.extension import Words
-from accelerant.zk.inference.verifier import (
-    LOG_ARITY,
-    LOG_CAP,
-    LOG_FINAL,
-    LOG_RATE,
-    Claim,
-    Element,
-    Part,
-    Stack,
-    Transcript,
-    bits,
-    eq,
-    occupied,
-    sha256,
-)
+from accelerant.zk.inference.verifier import Claim, Element
 
 Combine = Callable[[Words], Words]
 
@@ -45,7 +32,7 @@ _GROUP = 1 << 20  # Entries of a table that are encoded or summed at a time
 _KEPT = 1 << 22  # entries of a table whose code is kept from the commitment to the openings
 
 
-class Speaker(Transcript):
+class Speaker(verifier.Transcript):
     """The transcript of a prover, who writes the messages of a proof."""
 
     def __init__(self, header: bytes, *statement: bytes, space: MemorySpace = HOST) -> None:
@@ -102,7 +89,7 @@ def hashed(rows: npt.NDArray[Any], prefix: bytes, space: MemorySpace) -> Digests
 
 def code_bytes(size: int) -> int:
     """Return the memory of the code of a table of `size` bytes after its commitment."""
-    return size << LOG_RATE if size <= 8 * _KEPT else 0
+    return size << verifier.LOG_RATE if size <= 8 * _KEPT else 0
 
 
 class MerkleTree:
@@ -111,11 +98,11 @@ class MerkleTree:
     def __init__(self, level: Digests, space: MemorySpace) -> None:
         """Hash the digests of the leaves, in the memory of a device, to the level that proofs contain."""
         self.levels = [level]
-        while len(level) > 1 << LOG_CAP:
+        while len(level) > 1 << verifier.LOG_CAP:
             level = hashed(level.reshape(-1, 64), b"node", space)
             self.levels.append(level)
         self.cap = level.tobytes()
-        self.root = sha256(b"cap", self.cap)
+        self.root = verifier.sha256(b"cap", self.cap)
 
     def path(self, index: int) -> bytes:
         """Return the hashes that lead from a leaf to the level that proofs contain."""
@@ -126,8 +113,8 @@ class FoldedCode:
     """A codeword over K with a Merkle tree, whose leaves have the values that are folded to one."""
 
     def __init__(self, message: Words, space: MemorySpace) -> None:
-        values = ext.encode(message).reshape(2, 1 << LOG_ARITY, -1)
-        self.leaves = np.ascontiguousarray(values.transpose(2, 1, 0)).reshape(-1, 2 << LOG_ARITY)
+        values = ext.encode(message).reshape(2, 1 << verifier.LOG_ARITY, -1)
+        self.leaves = np.ascontiguousarray(values.transpose(2, 1, 0)).reshape(-1, 2 << verifier.LOG_ARITY)
         self.tree = MerkleTree(hashed(self.leaves, b"leaf", space), space)
 
     def openings(self, positions: Sequence[int]) -> list[bytes]:
@@ -140,20 +127,26 @@ class CommittedTable:
     """A table over F in columns of 2^log_rows rows, with the Merkle tree of their code, made a coset at a time."""
 
     def __init__(
-        self, values: npt.NDArray[Any], log_rows: int, parts: Sequence[Part], space: MemorySpace, *, keep: bool = False
+        self,
+        values: npt.NDArray[Any],
+        log_rows: int,
+        parts: Sequence[verifier.Part],
+        space: MemorySpace,
+        *,
+        keep: bool = False,
     ) -> None:
         rows = 1 << log_rows
-        self.columns = np.array(occupied(parts, log_rows))
+        self.columns = np.array(verifier.occupied(parts, log_rows))
         missing = max(-(-len(values) // rows), self.columns[-1] + 1) * rows - len(values)
         self.values = (np.pad(values, (0, missing)) if missing else values).reshape(-1, rows)
         self.resident = self.values
         if values.dtype == np.uint8 and space.backend == "cuda":
             self.resident = sys.modules["torch"].from_numpy(self.values).to(space.label)
-        level = np.empty((1 << log_rows + LOG_RATE, 32), np.uint8)
+        level = np.empty((1 << log_rows + verifier.LOG_RATE, 32), np.uint8)
         self._kept = []
-        for coset in range(1 << LOG_RATE):
+        for coset in range(1 << verifier.LOG_RATE):
             leaves = self._leaves(coset)
-            level[coset :: 1 << LOG_RATE] = hashed(leaves, b"leaf", space)
+            level[coset :: 1 << verifier.LOG_RATE] = hashed(leaves, b"leaf", space)
             if keep or leaves.size <= _KEPT:
                 self._kept.append(leaves)
         self.tree = MerkleTree(level, space)
@@ -196,11 +189,11 @@ class CommittedTable:
     def openings(self, positions: Sequence[int]) -> list[bytes]:
         """Return the leaf and path of each position."""
         found = [b""] * len(positions)
-        for coset in range(1 << LOG_RATE):
+        for coset in range(1 << verifier.LOG_RATE):
             leaves = self._kept[coset] if self._kept else self._leaves(coset)
             for i, position in enumerate(positions):
-                if position % (1 << LOG_RATE) == coset:
-                    found[i] = words_to_bytes(leaves[position >> LOG_RATE]) + self.tree.path(position)
+                if position % (1 << verifier.LOG_RATE) == coset:
+                    found[i] = words_to_bytes(leaves[position >> verifier.LOG_RATE]) + self.tree.path(position)
         return found
 
 
@@ -287,7 +280,9 @@ def values_at(tables: Words, point: Sequence[Element]) -> Words:
     return ext.total(ext.mul(sums, ext.eq_table(high)[:, None, :])) if high else sums[..., 0]
 
 
-def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> Words:
+def bind_columns(
+    speaker: Speaker, stack: verifier.Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]
+) -> Words:
     """Send the sumcheck's rounds for columns; return the tables f and e of rows that are left, (2, 2, rows).
 
     The sum over rows is made first, so that no table over K is larger than a column.
@@ -327,7 +322,7 @@ def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTa
             point.append(z)
     for source, values in bound.items():
         begin, log = stack.offsets[source], stack.logs[source]
-        weight = ext.constant(eq(point[log:], bits(begin >> log, stack.log_columns - log)), 1)
+        weight = ext.constant(verifier.eq(point[log:], verifier.bits(begin >> log, stack.log_columns - log)), 1)
         left[:, 0] = ext.add(left[:, 0], ext.mul(values, weight))
     for (_, at, of_rows), which in groups.items():
         part = left[:, 1, at : at + equals[of_rows].shape[1]]
@@ -335,14 +330,16 @@ def bind_columns(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTa
     return left
 
 
-def send_openings(speaker: Speaker, stack: Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]) -> None:
+def send_openings(
+    speaker: Speaker, stack: verifier.Stack, committed: Sequence[CommittedTable], claims: Sequence[Claim]
+) -> None:
     """Show claims on the committed tables; see verifier.check_openings."""
     tables = bind_columns(speaker, stack, committed, claims)
     folded: list[FoldedCode] = []
-    while tables.shape[-1] > 1 << LOG_FINAL:
+    while tables.shape[-1] > 1 << verifier.LOG_FINAL:
         folded.append(FoldedCode(tables[:, 0], speaker.space))
         speaker.send(folded[-1].tree.root)
-        for _ in range(LOG_ARITY):
+        for _ in range(verifier.LOG_ARITY):
             _, tables = sumcheck_round(speaker, tables, 2, multiplied)
     speaker.send_elements(tables[:, 0])
     positions = speaker.positions(stack.log_domain)

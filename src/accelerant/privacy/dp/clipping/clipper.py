@@ -24,17 +24,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer.op import column_sums_each
-from accelerant.privacy.dp.clipping import launch, rules
-from accelerant.privacy.dp.clipping.backward_pass import (
-    BackwardPass,
-    ClippingGroup,
-    ClippingSettings,
-    Dense,
-    GradientContribution,
-    Lookup,
-    Rows,
-    makes_gradient,
-)
+from accelerant.privacy.dp.clipping import backward_pass, launch, rules
+from accelerant.privacy.dp.clipping.backward_pass import BackwardPass, Dense
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS, expanded
 from accelerant.runtime.memory.peak import modules_restored
@@ -388,7 +379,9 @@ class PerExampleClipper:
         self.parameters: list[tuple[str, nn.Parameter]] = survey.parameters
         self._frozen = survey.frozen
         names = {id(parameter): name for name, parameter in survey.parameters}
-        self._plan = ClippingSettings(names, _groups(survey.parameters, clipping), norms, loss_reduction == "mean")
+        self._plan = backward_pass.ClippingSettings(
+            names, _groups(survey.parameters, clipping), norms, loss_reduction == "mean"
+        )
         self.set_bounds(max_grad_norm)
         with ExitStack() as undo:
             self._attach(survey, undo)
@@ -601,7 +594,7 @@ class PerExampleClipper:
 
     def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
         if weight is not None and self.wants(weight):
-            self.contribute(weight, Rows(_by_example(x, examples), _by_example(dy, examples)), examples)
+            self.contribute(weight, backward_pass.Rows(_by_example(x, examples), _by_example(dy, examples)), examples)
         self.columns(bias, dy, examples)
 
     def embedding(
@@ -615,7 +608,7 @@ class PerExampleClipper:
         tokens = shared.reshape(-1, g.shape[1]).long().expand(examples, -1)
         if padding_idx is not None:
             g = g.masked_fill((tokens == padding_idx).unsqueeze(2), 0)
-        self.contribute(weight, Lookup(tokens, g, weight.shape[0], distinct), examples)
+        self.contribute(weight, backward_pass.Lookup(tokens, g, weight.shape[0], distinct), examples)
 
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int
@@ -642,7 +635,7 @@ class PerExampleClipper:
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
         return launch.form(a, g, out)[1].sum(1)
 
-    def contribute(self, parameter: Tensor, contribution: GradientContribution, examples: int) -> None:
+    def contribute(self, parameter: Tensor, contribution: backward_pass.GradientContribution, examples: int) -> None:
         """Take a contribution of any kind to a parameter's per-example gradients."""
         if not self.wants(parameter):
             return
@@ -651,7 +644,7 @@ class PerExampleClipper:
             return
         now = self._pass
         if now is None or now.task != task:
-            if not makes_gradient(parameter):
+            if not backward_pass.makes_gradient(parameter):
                 self._ignored = task
                 return
             self._ignored = None
@@ -786,11 +779,13 @@ def _random_like(result: Tensor, index: Tensor | None) -> Tensor:
     return found if index is None or len(index) != len(found) else found[index.to(found.device)]
 
 
-def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[ClippingGroup]:
-    groups: dict[str, ClippingGroup] = {}
+def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[backward_pass.ClippingGroup]:
+    groups: dict[str, backward_pass.ClippingGroup] = {}
     for name, parameter in parameters:
         layer = "" if clipping == "flat" else name.rpartition(".")[0]
         if layer not in groups:
-            groups[layer] = ClippingGroup(layer, {}, 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device))
+            groups[layer] = backward_pass.ClippingGroup(
+                layer, {}, 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device)
+            )
         groups[layer].parameters[id(parameter)] = parameter
     return list(groups.values())

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from accelerant.errors import ConfigError, FormatError
+from accelerant.privacy.dp.ledger import journal as journals
 from accelerant.privacy.dp.ledger.accounting import (
     DEFAULT_DELTA,
     Allowance,
@@ -37,17 +38,7 @@ from accelerant.privacy.dp.ledger.accounting import (
     remaining,
     spent,
 )
-from accelerant.privacy.dp.ledger.journal import (
-    VERSION,
-    LedgerHistory,
-    LedgerJournal,
-    Run,
-    RunWriter,
-    event_records,
-    fresh_id,
-    read_journal,
-    versions,
-)
+from accelerant.privacy.dp.ledger.journal import LedgerHistory, versions
 from accelerant.runtime.files import clipped, escaped, exact, plain
 from accelerant.runtime.host import fork_safe
 
@@ -104,10 +95,10 @@ class PrivacyLedger:
         self.path = None if path is None else ledger_path(path)
         self.unit, self.neighbouring, self.budget = unit, check_neighbouring(neighbouring), budget
         self.dataset = dataset
-        self.run_id, self._process = fresh_id(), os.getpid()
+        self.run_id, self._process = journals.fresh_id(), os.getpid()
         self._unguarded = ""
         self._lock = fork_safe(threading.RLock())
-        self._writer: RunWriter | None = None
+        self._writer: journals.RunWriter | None = None
         self._history = LedgerHistory()
         self._allowances: list[Allowance] = []
         if self.path is None:
@@ -129,16 +120,16 @@ class PrivacyLedger:
         """
         path = Path(path)
         try:
-            contents = read_journal(path)
+            contents = journals.read_journal(path)
             if contents.unguarded:  # perhaps only for now: a writer may be between a line and the head
                 time.sleep(0.05)
-                contents = read_journal(path)
+                contents = journals.read_journal(path)
         except OSError as error:
             raise ConfigError(f"the ledger {path} cannot be read: {error.strerror or error}") from None
         history = LedgerHistory.replay(contents.records, path)
         if not history.facts:
             raise FormatError(f"{path}: no privacy ledger, it has not one whole record")
-        history.name_runs(fresh_id())
+        history.name_runs(journals.fresh_id())
         ledger = cls(**history.facts)
         ledger.path, ledger._history, ledger._past = path, history, history.counts
         ledger._unguarded = contents.unguarded
@@ -195,7 +186,7 @@ class PrivacyLedger:
         if not isinstance(spent, Mapping):
             if spent:
                 warnings.warn(_NAMELESS, UserWarning, stacklevel=3)
-            spent = {fresh_id(): spent}
+            spent = {journals.fresh_id(): spent}
         given = {name: Counter[PrivacyEvent]() for name in spent}
         for name, events in spent.items():
             if not isinstance(name, str) or not isinstance(events, list | tuple):
@@ -216,7 +207,9 @@ class PrivacyLedger:
             if not lacking:
                 return
             if self.path is not None:
-                self._open_writer().write("merged", runs={name: event_records(each) for name, each in lacking.items()})
+                self._open_writer().write(
+                    "merged", runs={name: journals.event_records(each) for name, each in lacking.items()}
+                )
             self._history.merge(lacking)
             self._past = self._history.counts
 
@@ -308,7 +301,7 @@ class PrivacyLedger:
             return self._past + self._used
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[journals.Run, ...]:
         """The earlier openings of the file."""
         return tuple(self._history.runs)
 
@@ -397,7 +390,7 @@ class PrivacyLedger:
             self._history.merge({self.run_id: self._used.copy()})
             self._past = self._history.counts
             self._used.clear()
-            self.run_id, self._process = fresh_id(), os.getpid()
+            self.run_id, self._process = journals.fresh_id(), os.getpid()
 
     def _canonical(self, event: PrivacyEvent) -> PrivacyEvent:
         """Return the event; or one that costs no less, where many differ from it only in noise or delta."""
@@ -413,7 +406,7 @@ class PrivacyLedger:
             delta = min(0.5, max(delta, 2 ** (math.ceil(4 * math.log2(delta)) / 4)))
         return replace(event, noise_multiplier=noise, delta=max(delta, event.delta))
 
-    def _open_writer(self) -> RunWriter:
+    def _open_writer(self) -> journals.RunWriter:
         if self._writer is None:
             raise ConfigError(
                 f"the ledger {self.path} was opened by PrivacyLedger.read: open it by PrivacyLedger(path) to add to it"
@@ -421,14 +414,14 @@ class PrivacyLedger:
         return self._writer
 
     def _open(self, path: Path, any_dataset: bool, loosen: bool) -> None:
-        journal, given = LedgerJournal(path), self.budget
+        journal, given = journals.LedgerJournal(path), self.budget
         try:
             self._history = LedgerHistory.replay(journal.records, path)
             if self._history.facts:
                 self._check_facts(path, any_dataset)
             else:
                 head = {"unit": self.unit, "neighbouring": self.neighbouring, "dataset": self.dataset}
-                journal.append({"kind": "ledger", "version": VERSION, **head})
+                journal.append({"kind": "ledger", "version": journals.VERSION, **head})
             held = _budgets(self._history, path)
             given_up = [one for one in held if loosen and not (given is not None and given.implies(one))]
             self._hold([one for one in held if one not in given_up])
@@ -436,9 +429,9 @@ class PrivacyLedger:
             facts["budget"] = None if given is None else list(astuple(given))
             if given_up:
                 facts["loosened"] = [list(astuple(one)) for one in given_up]
-            if self._history.name_runs(earlier := fresh_id()):
+            if self._history.name_runs(earlier := journals.fresh_id()):
                 facts["earlier"] = earlier
-            self._writer = RunWriter(journal, len(self._history.runs) + 1, facts)
+            self._writer = journals.RunWriter(journal, len(self._history.runs) + 1, facts)
         except BaseException:
             journal.close()
             raise
