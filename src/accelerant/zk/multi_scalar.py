@@ -122,15 +122,9 @@ class FixedBase:
     """
 
     def __init__(
-        self,
-        curve: str,
-        points: Any,
-        device: DeviceLike = None,
-        *,
-        check: bool | str = True,
-        multiples: bool | None = None,
-        devices: Devices = None,
-    ) -> None:
+        self, curve: str, points: Any, device: DeviceLike = None, *, check: bool | str = True,
+        multiples: bool | None = None, devices: Devices = None,
+    ) -> None:  # fmt: skip
         """Check the points and convert them.
 
         Args:

@@ -235,14 +235,9 @@ def _run(
 
 
 def _launch(
-    space: MemorySpace,
-    curve: Curve[Any],
-    op: str,
-    arrays: Sequence[Words],
-    sizes: Sequence[int],
-    n: int,
+    space: MemorySpace, curve: Curve[Any], op: str, arrays: Sequence[Words], sizes: Sequence[int], n: int,
     chunk: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     entry = f"curve_{op}"
     blocks, threads = (-(-n // chunk), 1) if space.backend == "cpu" else grid_and_block(entry, n, chunk)
     launch(space, kernel_source(curve, entry), entry, blocks, threads, arrays, *sizes)

@@ -63,15 +63,9 @@ class PendingMsm(NamedTuple):
 
 
 def start_msm(
-    space: MemorySpace,
-    curve: Curve[Any],
-    scalars: Words,
-    points: Words,
-    *,
-    free_bytes: int | None = None,
-    load: Load | None = None,
-    **options: Any,
-) -> PendingMsm:
+    space: MemorySpace, curve: Curve[Any], scalars: Words, points: Words, *, free_bytes: int | None = None,
+    load: Load | None = None, **options: Any,
+) -> PendingMsm:  # fmt: skip
     """Launch the sum of scalars[i] points[i]: canonical words (n, 4) below the order, affine points, Montgomery form.
 
     Host arrays are copied in chunks by `load`. The scratch takes at most free_bytes, by default 0.8 of the free memory.
@@ -93,15 +87,9 @@ class DeviceBases:
     """Points of many sums on a device, with their multiples if they fit; `plan` is for the memory at construction."""
 
     def __init__(
-        self,
-        space: MemorySpace,
-        curve: Curve[Any],
-        points: Words,
-        *,
-        free_bytes: int | None = None,
-        keep_scratch: bool = False,
-        **options: Any,
-    ) -> None:
+        self, space: MemorySpace, curve: Curve[Any], points: Words, *, free_bytes: int | None = None,
+        keep_scratch: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         """Copy points to the device and compute their multiples; synchronizes, so that sums may use any stream.
 
         The multiples take at most free_bytes, by default half of the free memory. With keep_scratch sums must be
@@ -237,13 +225,9 @@ class MsmRunner:
 
 
 def _start_where_it_fits(
-    space: MemorySpace,
-    curve: Curve[Any],
-    plan: DeviceMsmPlan,
-    options: Mapping[str, Any],
-    arguments: tuple[Words, Words, int],
-    load: Load | None = None,
-) -> PendingMsm:
+    space: MemorySpace, curve: Curve[Any], plan: DeviceMsmPlan, options: Mapping[str, Any],
+    arguments: tuple[Words, Words, int], load: Load | None = None,
+) -> PendingMsm:  # fmt: skip
     """Start a sum, of arguments for MsmRunner.start, by a plan, or with these options by one whose scratch fits."""
     size = plan.size_bytes(curve)
     if size <= _SMALL_BYTES or (space, size) in _sizes_that_fit:

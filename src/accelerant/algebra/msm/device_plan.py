@@ -150,17 +150,9 @@ def coordinate_words(curve: Curve[Any]) -> int:
 
 
 def device_plan(
-    curve: Curve[Any],
-    n: int,
-    free_bytes: int,
-    *,
-    shared: bool = False,
-    window: int | None = None,
-    segment: int | None = None,
-    rounds: int | None = None,
-    chunk: int | None = None,
-    **tuned: Any,
-) -> DeviceMsmPlan:
+    curve: Curve[Any], n: int, free_bytes: int, *, shared: bool = False, window: int | None = None,
+    segment: int | None = None, rounds: int | None = None, chunk: int | None = None, **tuned: Any,
+) -> DeviceMsmPlan:  # fmt: skip
     """Return the plan with the window of the fewest products and the largest chunks that fit free_bytes.
 
     Windows have 2 to 22 bits, segments 1 to 1024 units, rounds are 0 to 5, over Fq2 none. ConfigError for others,
@@ -507,13 +499,9 @@ def _accumulation(curve: Curve[Any], inlined: bool | None, resident: int | None)
 
 
 def _source(
-    curve: Curve[Any],
-    name: str,
-    files: tuple[str, ...],
-    entries: Mapping[str, tuple[str, ...]],
-    sizes: Sizes,
+    curve: Curve[Any], name: str, files: tuple[str, ...], entries: Mapping[str, tuple[str, ...]], sizes: Sizes,
     inlined: bool,
-) -> KernelSource:
+) -> KernelSource:  # fmt: skip
     def text(dialect: str) -> str:
         called = dialect == "portable" or not inlined
         own = _defined(sizes) + read_files("algebra/msm", *files)

@@ -225,20 +225,9 @@ class R1cs(MappedFile):
 
 
 def write_r1cs(
-    path: FilePath,
-    family: str,
-    *,
-    n_wires: int,
-    n_pub_out: int,
-    n_pub_in: int,
-    n_prv_in: int,
-    n_constraints: int,
-    a: Terms,
-    b: Terms,
-    c: Terms,
-    labels: Any = None,
-    n_labels: int | None = None,
-) -> None:
+    path: FilePath, family: str, *, n_wires: int, n_pub_out: int, n_pub_in: int, n_prv_in: int, n_constraints: int,
+    a: Terms, b: Terms, c: Terms, labels: Any = None, n_labels: int | None = None,
+) -> None:  # fmt: skip
     """Write an .r1cs file without custom gates, atomically; an existing one is replaced.
 
     Args:

@@ -211,19 +211,10 @@ def _count(name: str, power: int, *, lagrange: bool = False) -> int:
 
 
 def write_ptau(
-    path: container.FilePath,
-    family: str,
-    *,
-    power: int,
-    ceremony_power: int | None = None,
-    tau_g1: Any,
-    tau_g2: Any,
-    alpha_g1: Any,
-    beta_g1: Any,
-    beta_g2: Any,
-    contributions: Sequence[PtauContribution] = (),
+    path: container.FilePath, family: str, *, power: int, ceremony_power: int | None = None, tau_g1: Any, tau_g2: Any,
+    alpha_g1: Any, beta_g1: Any, beta_g2: Any, contributions: Sequence[PtauContribution] = (),
     lagrange: Mapping[Powers, Any] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a .ptau file atomically; an existing one is replaced.
 
     Points have the shapes that Ptau.powers returns: uint64 words in Montgomery form. They are not validated.

@@ -415,26 +415,10 @@ class Zkey(container.MappedFile):
 
 
 def write_zkey(
-    path: container.FilePath,
-    family: str,
-    *,
-    n_public: int,
-    alpha1: Any,
-    beta1: Any,
-    beta2: Any,
-    gamma2: Any,
-    delta1: Any,
-    delta2: Any,
-    ic: Any,
-    a: Any,
-    b1: Any,
-    b2: Any,
-    c: Any,
-    h: Any,
-    coefficients: npt.NDArray[np.void],
-    circuit_hash: bytes = bytes(_HASH_BYTES),
-    contributions: Sequence[ZkeyContribution] = (),
-) -> None:
+    path: container.FilePath, family: str, *, n_public: int, alpha1: Any, beta1: Any, beta2: Any, gamma2: Any,
+    delta1: Any, delta2: Any, ic: Any, a: Any, b1: Any, b2: Any, c: Any, h: Any, coefficients: npt.NDArray[np.void],
+    circuit_hash: bytes = bytes(_HASH_BYTES), contributions: Sequence[ZkeyContribution] = (),
+) -> None:  # fmt: skip
     """Write a .zkey file atomically; an existing one is replaced.
 
     Arguments have the names and shapes of Zkey's attributes: points are uint64 words in Montgomery form, and are not

@@ -74,15 +74,9 @@ class KeyPart:
     """The part of a key in one memory space, `space`; `sections` are those of which it has points."""
 
     def __init__(
-        self,
-        zkey: Zkey,
-        space: MemorySpace,
-        stages: Stages,
-        parts: Mapping[str, Part],
-        *,
-        free_bytes: int | None = None,
-        overlap: bool = True,
-    ) -> None:
+        self, zkey: Zkey, space: MemorySpace, stages: Stages, parts: Mapping[str, Part], *,
+        free_bytes: int | None = None, overlap: bool = True,
+    ) -> None:  # fmt: skip
         """Copy a part of a key, which may be closed afterwards, to a device.
 
         `parts` maps a section to (i, n), the i-th of n parts of its points. At most free_bytes are taken. Without

@@ -74,14 +74,9 @@ class Proof:
 
     @classmethod
     def from_json(
-        cls,
-        text: JsonSource,
-        public: JsonSource | Sequence[Any] | None = None,
-        *,
-        n_public: int | None = None,
-        name: str = "proof",
-        public_name: str = "public",
-    ) -> Proof:
+        cls, text: JsonSource, public: JsonSource | Sequence[Any] | None = None, *, n_public: int | None = None,
+        name: str = "proof", public_name: str = "public",
+    ) -> Proof:  # fmt: skip
         """Read snarkjs's proof.json, and public.json if the inputs are to be kept with the proof.
 
         Args:

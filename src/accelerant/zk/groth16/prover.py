@@ -135,12 +135,9 @@ class Prover:
 
     @renamed_arguments(verified="verify")
     def prove(
-        self,
-        witness: Witness | str | Path,
-        *,
-        verify: bool = True,
+        self, witness: Witness | str | Path, *, verify: bool = True,
         insecure_randomness_for_tests: tuple[int, int] | None = None,
-    ) -> Proof:
+    ) -> Proof:  # fmt: skip
         """Return a proof, different at each call.
 
         Args:

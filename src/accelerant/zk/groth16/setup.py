@@ -115,13 +115,9 @@ def setup_with_known_tau(
 
 
 def _key_points(
-    family: Family,
-    n_wires: int,
-    n_public: int,
-    size: int,
-    matrices: tuple[Terms, Terms, Terms],
+    family: Family, n_wires: int, n_public: int, size: int, matrices: tuple[Terms, Terms, Terms],
     report: Callable[[str], None],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Draw the secrets and return the points of the key, by the argument names of write_zkey."""
     fr, roots = prime_field(f"{family.name}_fr"), snarkjs_scalar_field(family)
     tau, alpha, beta, delta = (1 + secrets.randbelow(fr.modulus - 1) for _ in range(4))

@@ -127,14 +127,9 @@ class CommittedTable:
     """A table over F in columns of 2^log_rows rows, with the Merkle tree of their code, made a coset at a time."""
 
     def __init__(
-        self,
-        values: npt.NDArray[Any],
-        log_rows: int,
-        parts: Sequence[verifier.Part],
-        space: MemorySpace,
-        *,
+        self, values: npt.NDArray[Any], log_rows: int, parts: Sequence[verifier.Part], space: MemorySpace, *,
         keep: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows = 1 << log_rows
         self.columns = np.array(verifier.occupied(parts, log_rows))
         missing = max(-(-len(values) // rows), self.columns[-1] + 1) * rows - len(values)

@@ -128,14 +128,9 @@ class _LinearRule(LayerRule):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: Tensor,
-        weight: Tensor,
-        padding: int | None,
-        sink: PerExampleSink,
-        examples: int,
+        ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None, sink: PerExampleSink, examples: int,
         distinct: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(tokens)
         ctx.sink, ctx.parameter, ctx.options = sink, weight, (examples, padding, distinct)
         sink.expect(weight)

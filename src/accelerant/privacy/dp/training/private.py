@@ -344,24 +344,13 @@ class PrivateTraining:
     secure_mode="the call without it: the noise is secure unless insecure=True",
 )
 def make_private(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    steps: int | None = None,
-    delta: float,
-    max_grad_norm: float | Mapping[str, float],
-    sample_rate: float,
-    expected_batch_size: float | None = None,
-    loss_reduction: Literal["mean", "sum"] = "mean",
-    clipping: Clipping | AdaptiveClipping = "flat",
-    insecure: bool = False,
-    microbatch: int | None = None,
-    ledger: LedgerLike = None,
-    groups: Tensor | Sequence[int | str] | NDArray[Any] | None = None,
-    secure: bool | None = None,
-) -> PrivateTraining:
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, noise_multiplier: float | None = None,
+    target_epsilon: float | None = None, steps: int | None = None, delta: float,
+    max_grad_norm: float | Mapping[str, float], sample_rate: float, expected_batch_size: float | None = None,
+    loss_reduction: Literal["mean", "sum"] = "mean", clipping: Clipping | AdaptiveClipping = "flat",
+    insecure: bool = False, microbatch: int | None = None, ledger: LedgerLike = None,
+    groups: Tensor | Sequence[int | str] | NDArray[Any] | None = None, secure: bool | None = None,
+) -> PrivateTraining:  # fmt: skip
     """Make the training of a model differentially private.
 
     One example is one entry of dimension 0 of a batch (of a language model: a row of tokens). Neighbouring data sets
