@@ -161,7 +161,7 @@ def test_products_by_any_limbs(field):
 
 @pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
 def test_carry_chains_are_as_short_as_said(field):
-    """Wide products, each of which is two of PTX's, and low ones: see ptx.py."""
+    """Wide products, each of which is two of PTX's, and low ones: see field/program.py."""
     n = 2 * field.limbs
     each = 0 if field.modulus & WORD == 1 else n  # for m, or differences
     said = {"MUL": (2 * n * n, each), "SQUARE": (n * (n + 1) // 2 + n * n, each)}

@@ -23,9 +23,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from accelerant._renamed import renamed_arguments, understood_arguments
 from accelerant.errors import ConfigError, DivergenceError, MissingDependency, ShapeError
 from accelerant.privacy.dp.ledger import LedgerLike, PrivacyLedger
-from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
+from accelerant.privacy.dp.ledger.accounting import DEFAULT_DELTA, check_delta, check_number, check_whole
 from accelerant.privacy.dp.noise.mechanisms import client_ledger
-from accelerant.privacy.mpc.secagg.aggregate import Leaving, check_leaving, run_round
+from accelerant.privacy.mpc.secagg import Leaving, check_leaving, run_round
 from accelerant.privacy.mpc.secagg.protocol import Aggregate, SecureAggregation, StageReport, make_identities
 from accelerant.runtime.files import clipped
 
