@@ -447,13 +447,6 @@ fn {entry}(
 {body}}}
 """
 
-_MAP = """\
-    let i = i32(linear_group(group, groups) * BLOCK_X + thread);
-    if (i < scalars.n) {{
-        {guarded}
-    }}
-"""
-
 _MAPS = {
     "field_add": "add(load_x(i), load_y(i))",
     "field_sub": "sub(load_x(i), load_y(i))",
@@ -468,57 +461,28 @@ _MAPS = {
     "field_pow": "from_montgomery(power(to_montgomery(load_x(i)), scalars.bits))",
     "field_pow_montgomery": "power(load_x(i), scalars.bits)",
 }  # Entry -> the value of element i
-
-_INVERT = "    invert(linear_group(group, groups), thread, scalars.n, {canonical});\n"
-
-_SUM = """\
-    let block = i32(linear_group(group, groups));
-    let first = block * scalars.chunk;
-    var sum = zero();
-    for (var i = first + i32(thread); i < min(first + scalars.chunk, scalars.n); i += i32(BLOCK_X)) {{
-        sum = add(sum, {term});
-    }}
-    fold(thread, sum);
-    if (thread == 0u && first < scalars.n) {{
-        store_partial(block, {result});
-    }}
-"""
-
-_UNREDUCED = """\
-    let block = i32(linear_group(group, groups));
-    let start = block * scalars.chunk;
-    var least = scalars.n;
-    let end = min(start + scalars.chunk, scalars.n);
-    for (var i = start + i32(thread); i < end && least == scalars.n; i += i32(BLOCK_X)) {
-        least = select(i, scalars.n, is_reduced(load_x(i)));
-    }
-    indices[thread] = least;
-    for (var width = BLOCK_X / 2u; width > 0u; width /= 2u) {
-        workgroupBarrier();
-        if (thread < width) {
-            least = min(least, indices[thread + width]);
-            indices[thread] = least;
-        }
-    }
-    if (thread == 0u && start < scalars.n) {
-        first[2 * block] = u32(least);
-        first[2 * block + 1] = 0u;
-    }
-"""  # Indices are i64 in memory
-
-_BODIES = {name: _MAP.format(guarded=f"store_z(i, {value});") for name, value in _MAPS.items()} | {
-    "field_inv": _INVERT.format(canonical="true"),
-    "field_inv_montgomery": _INVERT.format(canonical="false"),
-    "field_sum": _SUM.format(term="load_x(i)", result="unpacked(tile[0])"),
-    "field_dot": _SUM.format(term="mul(load_x(i), load_y(i))", result="to_montgomery(unpacked(tile[0]))"),
-    "field_dot_montgomery": _SUM.format(term="mul(load_x(i), load_y(i))", result="unpacked(tile[0])"),
-    "field_unreduced": _UNREDUCED,
-}
+_SUMS = {
+    "field_sum": ("load_x(i)", "unpacked(tile[0])"),
+    "field_dot": ("mul(load_x(i), load_y(i))", "to_montgomery(unpacked(tile[0]))"),
+    "field_dot_montgomery": ("mul(load_x(i), load_y(i))", "unpacked(tile[0])"),
+}  # Entry -> a term, and the element of the sum
 
 
 @functools.cache
 def _file(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _body(entry: str) -> str:
+    """Return the statements of an entry point."""
+    if entry in _MAPS:
+        stored = f"    if (i < scalars.n) {{\n        store_z(i, {_MAPS[entry]});\n    }}\n"
+        return "    let i = i32(linear_group(group, groups) * BLOCK_X + thread);\n" + stored
+    if entry in _SUMS:
+        return prefixed(_file("sum.wgsl"), **dict(zip(("TERM", "RESULT"), _SUMS[entry], strict=True)))
+    if entry == "field_unreduced":  # its indices are i64 in memory
+        return _file("unreduced.wgsl")
+    return f"    invert(linear_group(group, groups), thread, scalars.n, {str(entry == 'field_inv').lower()});\n"
 
 
 def field_wgsl(field: Field, canonical: bool) -> str:
@@ -542,23 +506,7 @@ def field_wgsl(field: Field, canonical: bool) -> str:
 
 def accessors(name: str) -> str:
     """Return functions that load and store elements of an array of words."""
-    return f"""
-{words(name)}
-fn load_{name}(index: i32) -> Element {{
-    var words: Packed;
-    for (var k = 0; k < DIGITS / 2; k++) {{
-        words[k] = word_{name}(index * (DIGITS / 2) + k);
-    }}
-    return unpacked(words);
-}}
-
-fn store_{name}(index: i32, value: Element) {{
-    var words = packed(value);
-    for (var k = 0; k < DIGITS / 2; k++) {{
-        set_word_{name}(index * (DIGITS / 2) + k, words[k]);
-    }}
-}}
-"""
+    return f"\n{words(name)}\n" + _file("accessors.wgsl").replace("NAME", name)
 
 
 def kernel_wgsl(field: Field, canonical: bool, entry: str, names: tuple[str, ...], inverses: int) -> str:
@@ -575,7 +523,7 @@ def kernel_wgsl(field: Field, canonical: bool, entry: str, names: tuple[str, ...
             "var<workgroup> indices: array<i32, 256>;\n" if entry == "field_unreduced" else "",
             *(_file(name) for part, name in _PARTS.items() if part in entry),
             constants({"INVERSES": inverses, "BITS": field.bits, "P_MINUS_2": exponent}) if "inv" in entry else "",
-            _HEAD.format(entry=entry, body=_BODIES[entry]),
+            _HEAD.format(entry=entry, body=_body(entry)),
         ]
     )
 
