@@ -15,29 +15,7 @@
 container.py has the encoding of points and labels. A has nPublic + 1 more rows than the circuit: row nConstraints + s
 has the value 1 for signal s. Source: files of snarkjs 0.7.6.
 
-Verification keys whose points reveal that anyone can forge proofs for them.
-
-A verifier accepts A, B, C with e(A, B) = e(alpha, beta) e(L, gamma) e(C, delta), L = IC_0 + sum x_i IC_i. Let points
-stand for their discrete logarithms. k is any known number, and the powers of tau of the ceremony are public. Then
-without a witness, for any x:
-
-    gamma = k delta     A = alpha, B = beta, C = -k L
-    beta = k gamma      A = k alpha + L, B = gamma, C = 0
-    beta = k delta      A = L, B = gamma, C = -k alpha
-    delta = k           A = alpha, B = beta, C = -(gamma L) / k; gamma L = sum x_i (beta u_i + alpha v_i + w_i)(tau)
-                        with x_0 = 1 follows from the powers of tau
-    beta = k            A = k alpha + gamma L, B = 1, C = 0
-    alpha = k           A = (k + u)(tau), B = beta + (v + d)(tau), where d is the polynomial (w - u v) / (k + u) on the
-                        domain, and C as an honest prover's, which takes no part of the witness
-
-and for some x only:
-
-    IC_0 = 0, -x_i IC_i         L = 0: A = alpha, B = beta, C = 0
-    IC_0 = k alpha              A = alpha, B = beta + k gamma, C = 0, for x = 0
-    IC_i = 0, k IC_j            a valid proof is one of other x, too
-
-An honest ceremony makes each with negligible probability, but for the first, since snarkjs leaves gamma = delta = 1
-until someone contributes, and for the last if its circuit ignores an input. The factors that are tested are 1 to 16
+docs/groth16.md lists the relations of points by which anyone can forge proofs. The factors that are tested are 1 to 16
 over 1 to 16, of either sign, times the eigenvalues of endomorphisms: the cube roots of 1 in G1, psi of
 algebra/curve/parameters.py in G2. Source: Groth 2016, eprint 2016/260, section 3.2.
 """

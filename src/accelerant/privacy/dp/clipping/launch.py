@@ -1,24 +1,8 @@
 """Norms, weighted sums and weighted factors of per-example gradients: torch's functions and launches of our kernels.
 
 Each is an Operation, so that the ledger of ops records it; on a CPU torch's functions are called directly.
-Norms are upper bounds of the norms of the rounded numbers that are summed. With u = 2^-24, for one example of T
-positions, inputs a_t (K) and output gradients g_t (N), G = sum over t of g_t a_t^T, and the mass
-S = sum over t of |a_t| |g_t|, which is at least ||G||:
 
-    Gram products   A dot product of n terms errs by at most n u |x| |y|, in any order of summation (Higham 2002,
-                    section 3.1). A tensor core aligns 16 products and truncates them, which is no more. So the sum over
-                    t and s of (a_t . a_s) (g_t . g_s) errs by at most (K + N + 64) u S^2: the magnitudes of its terms
-                    add up to S^2, and 64 covers the roundings of the terms and of the tree that sums them. ||G|| / S
-                    can be anything: rows a and a (1 + 2^-14) with gradients of opposite sign have
-                    ||G|| = 2^-14 |a| |g|, whose square is below that error. On a CPU small products are in float64.
-    weighted sum    w a_t is rounded, and T products are accumulated. The error is a matrix of norm w (v + T u) S at
-                    most, v being the roundoff of the factors (`factor_roundoff`).
-    other examples  Accumulators hold sums over all examples, and each addition rounds them by u times their magnitude,
-                    which the norms do not bound. A norm is therefore taken as S / 64 or more: then no addend is beyond
-                    64 C. What is left is not bounded; tests/privacy/dp/test_sensitivity.py searches for it.
-
-Hence `bounded` takes max(sqrt(||G||^2 + (K + N + 64) u S^2) + (v + T u) S, S / 64) for ||G||. The norms of gradients
-that are formed are of the very numbers, with a relative error (`margin`).
+Norms are upper bounds of the norms of the rounded numbers that are summed: docs/privacy-guarantee.md has the proof.
 """
 
 from __future__ import annotations

@@ -1,18 +1,7 @@
 """Discrete Gaussian and Laplace noise: draws from random words, and the cost of a release beyond the noise itself.
 
-Discrete Gaussian. A wide one is a sum of narrow ones, whose deviations are chosen so that no w_i is below SMOOTH:
-
-    Z = x_0 + k_1 x_1 + ... + k_m x_m        x_i independent, discrete Gaussian of deviation s (the base sampler)
-
-With a_i^2 = s^2 (1 + k_1^2 + ... + k_i^2), each step adds k_i x_i to a sum of deviation a_(i-1). Completing the square,
-
-    P(sum = n) is proportional to exp(-n^2 / (2 a_i^2)) * f(c_n),
-    f(c) = sum over integers y of exp(-(y - c)^2 / (2 w_i^2)),
-    1 / w_i^2 = 1 / s^2 + k_i^2 / a_(i-1)^2
-
-and by Poisson summation f lies within a factor 1 -+ e_i of a constant,
-e_i = 2 sum over j >= 1 of exp(-2 pi^2 w_i^2 j^2). So every probability of Z is within a factor exp(-+ tau) of the
-discrete Gaussian's of deviation a_m, with tau = sum of ln((1 + e_i) / (1 - e_i)).
+A wide discrete Gaussian is a sum of narrow ones: docs/privacy-guarantee.md has the proof, and what a release costs more
+than the noise itself.
 
 Base sampler. One word of 32 bits gives a magnitude of 0 to 511: bits 15-7 choose a cell, bits 30-16 and 6-0 are
 compared with the cell's threshold, bit 31 is the sign. Below the threshold the magnitude is the cell, else the cell's
@@ -33,32 +22,6 @@ exp(-g / t). The binary digits of a geometric variable are independent: digit j 
 on the drawn values. A draw is a unit of `laplace_blocks` blocks of keystream: words 0 to 5 are the pool, three numbers
 of 64 bits (the upper word first), then a word for each digit of G, then of G'. A fourth equal word (probability below
 2^-107) is decided by zeros.
-
-A release costs more than the noise itself by rounding, cut tails, rounded tables and smoothing:
-
-Sensitivity. A release rounds each of d coordinates to the nearest multiple of the grid g, which moves it by at most
-g / 2, and the vector by at most g sqrt(d) / 2. Both of two neighbouring sums at distance C are moved, so they are at
-most C + g sqrt(d) apart on the grid, which is the sensitivity that the noise must cover.
-
-Deviation. With integer data the discrete Gaussian's Renyi divergences are at most the continuous one's of the same
-deviation (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Proposition 5). For any other accountant: adding the
-continuous Gaussian of variance sigma^2 - r^2 and rounding at random to the integers by a discrete Gaussian of deviation
-r gives the discrete Gaussian of deviation sigma, within the smoothing error of r (Peikert 2010, "An efficient and
-parallel Gaussian sampler for lattices", Theorem 3.1). So it is at least as private as the continuous one of deviation
-sqrt(sigma^2 - r^2): Charge.std, with r = 1.58 steps. That is the deviation in the ledger (`widened`).
-
-Delta. The draws differ from the discrete Gaussian in two ways:
-
-* The base samples are within total variation t of exact ones (GaussianConvolution.distance: tails cut at 11 deviations,
-  weights in units of 2^-118), and a unit's pool serves five triggers. The d coordinates of a release are within
-  T = d (terms t + u), where u is the probability of a sixth trigger for each draw. A mechanism within T of an
-  (epsilon, delta) private one is (epsilon, delta + (1 + e^epsilon) T) private.
-* With exact base samples the probabilities are within exp(-+ tau) of the discrete Gaussian's (discrete.py), those of a
-  release within exp(-+ d tau). That adds 2 d tau to epsilon. A mechanism that is (epsilon + a, delta) private is also
-  (epsilon, delta + 1 - e^-a) private, so it can be charged as 2 d tau of delta. The random rounding above has its own
-  tau.
-
-Both add up over releases. (1 + e^epsilon) is taken for a total epsilon of EPSILON_LIMIT.
 
 Source: Micciancio and Walter 2017, section 3, and Lemma 2.3 there (Micciancio and Regev 2007); Walker 1977; Canonne,
 Kamath and Steinke 2020, arXiv:2004.00010, section 5 (the discrete Laplace).
@@ -228,7 +191,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class GaussianConvolution:
-    """A discrete Gaussian of deviation sigma, in grid steps, as a sum; log_ratio is tau of the module's docstring."""
+    """A discrete Gaussian of deviation sigma, in grid steps, as a sum; log_ratio is docs/privacy-guarantee.md's tau."""
 
     sigma: Fraction
     factors: tuple[int, ...]
@@ -419,7 +382,7 @@ def grid_steps(std: float, grid: float) -> Fraction:
 
 
 def charge(std: float, *, grid: float, dimensions: int) -> Charge:
-    """Return the charge of a release of `dimensions` values with add_gaussian_; see the module's docstring.
+    """Return the charge of a release of `dimensions` values with add_gaussian_; see docs/privacy-guarantee.md.
 
     Raises ConfigError for a number out of range, a grid that is no power of two, and noise too wide for the grid.
     """

@@ -7,19 +7,7 @@ With weights above 1 allowed, one more element is the sum of the weights. The se
 clients fits: n (W max_abs / step + 1) and 12 deviations of the noise are below 2^31. Where noise exceeds that, the sum
 wraps, which costs accuracy and no privacy.
 
-Noise (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, "The distributed discrete Gaussian mechanism for federated
-learning with secure aggregation", without its rotation: the modulus has room for max_norm in a single element). Each
-client adds a discrete Gaussian of deviation s, so that `least` clients add
-
-    least s^2 = (z D)^2 + (r step)^2         D = max_norm + step sqrt(d) / 2, z the noise multiplier, r = 1.58
-
-D bounds what one client adds to the rounded sum in L2 norm. Adding two discrete Gaussians of deviations s and sqrt(i) s
-gives that of their common deviation within a factor exp(-+tau_i) of its probabilities, where tau_i is `log_ratio` of
-the width s sqrt(i / (i + 1)) / step (Theorem 8 there; discrete.py has the proof). With r it costs no more than the
-continuous Gaussian of deviation z D (discrete.py). Tables, cut tails and all tau are charged as delta. The noise of
-clients that leave is missing: the guarantee counts `least` clients, the fewest honest ones whose sum can be unmasked,
-and noise of others only adds. Neighbouring: one client's update is added or removed, that is, exchanged with zeros.
-Who takes part, and so the number of survivors, is public.
+Each client adds a discrete Gaussian: docs/secure-computation.md says how wide it is, and what it costs.
 
 Masks. Each row of `mask_sums` is the sum over its seeds of sign * PRG(seed) mod 2^32, where PRG(seed) is the keystream
 of ChaCha20 under all 32 bytes of the seed, nonce 0, from block 0, as little-endian words (RFC 8439, section 2.3, with a

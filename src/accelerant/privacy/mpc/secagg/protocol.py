@@ -4,30 +4,7 @@ Protocol. Bonawitz et al. 2017, figure 4, with the parts for a malicious server.
 not only keys and survivors; each of a pair's four keys (two directions of shares, the mask) is derived by HKDF-SHA256
 with the round's context and both numbers, and used once.
 
-Threshold. With n clients, of which c collude with a malicious server, 2 t > n + c is required (Bonawitz et al. 2017,
-"Practical secure aggregation for privacy-preserving machine learning", CCS 2017, eprint 2017/281, section 6.2): two
-lists of survivors with t signatures each share an honest signer, who signs only one, so all honest clients that reveal
-shares agree on the survivors.
-
-Sparse graph. As in SecAgg+ (Bell et al. 2020, "Secure single-server aggregation with (poly)logarithmic overhead", CCS
-2020, eprint 2020/704, section 4, the malicious variant), each client draws k others itself, after their keys are
-fixed, and splits its secrets among them and itself with the threshold t_k = ceil((k + 1) t / n). It has masks in common
-with those that it drew and those that drew it. The consistency check stays that of Bonawitz et al., over all clients,
-so k bounds masks and shares, and not the n signatures. With its masked input each client signs which of those that it
-drew it was told had left, and the digest of the members' keys. Who holds its shares checks that none of them is a
-survivor, and that all have one list of members, before it signs the survivors: a server could tell a client that all
-have left, take its input without masks, and let the others reveal its seed.
-
-Assume that the server learns the sum over a set S of at most half of the honest clients. Members of S have no masks in
-common with other honest survivors. b_u of u in S is revealed only if t_k - 1 of those that u drew are survivors that
-reveal it: members of S, or colluders. So for all dropouts, which the server may choose after seeing the graph, this has
-at most the probability
-
-    sum over s = 1 to (n - c) / 2 of  C(n - c, s) P[H(n - 1, s - 1 + c, k) >= t_k - 1]^s
-
-where H is hypergeometric: k draws of n - 1, of which s - 1 + c count. The term s = 1 also bounds that colluders alone
-reconstruct a client's secret. The settings refuse k where the sum is above 2^-40. Sets of more than half overlap, so
-the server learns one sum. Colluders are chosen before the round. With every pair, S is all honest survivors.
+docs/secure-computation.md says why thresholds and sparse graphs that the settings accept are safe.
 """
 
 from __future__ import annotations
@@ -231,7 +208,7 @@ def local_threshold(clients: int, threshold: int, degree: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def failure_log2(clients: int, members: int, threshold: int, colluders: int, k: int) -> float:
-    """Return log2 of the bound of the module's docstring, for the members of a round; minus infinity where it is 0."""
+    """Return log2 of the bound in docs/secure-computation.md, for a round's members; minus infinity where it is 0."""
     k = min(k, members - 1)
     if k == members - 1:
         return -math.inf if 2 * threshold > members + colluders else 0.0
