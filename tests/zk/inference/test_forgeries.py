@@ -298,16 +298,13 @@ def test_another_pixel(convolutions):
 def test_another_geometry(convolutions, axes, monkeypatch):
     """A prover whose convolutions flip the image, in the witness, or in the witness and in the sumchecks."""
     committed, x, y, _ = convolutions
-    true = proofs.windows
-
-    def flipped(image, layer):
-        return true(np.flip(image, axes), layer)
-
-    monkeypatch.setattr(proofs, "windows", flipped)
+    windows, products = proofs.windows, proofs._products
+    monkeypatch.setattr(proofs, "_products", lambda image, *layer: products(np.flip(image, axes), *layer))
     other, proof = committed.prove(x)
     assert (other != y).any()
     assert_refused(committed.commitment, x, other, proof, "the product of layer 0")
-    monkeypatch.setattr(proofs, "windows", flipped)
+    monkeypatch.setattr(proofs, "_products", products)
+    monkeypatch.setattr(proofs, "windows", lambda image, layer: windows(np.flip(image, axes), layer))
     other, proof = committed.prove(x)
     assert_refused(committed.commitment, x, other, proof, "the image of layer 0")
 
