@@ -46,20 +46,14 @@ ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")  # Arguments of the functions that r
 
 
 class PackedField(Protocol):
-    """A field's arithmetic on packs; the private methods write the bodies of the functions that the module lists.
-
-    Attributes:
-        radix: L, the divisor of products (not reduced mod p); 1 where they are not divided.
-        memory_radix: R of the Montgomery form in memory; 1 where that is the canonical form.
-        shift: d with L = 2^d R.
-    """
+    """A field's arithmetic on packs; the private methods write the bodies of the functions that the module lists."""
 
     field: Field
     lanes: int
     type: str
-    radix: int
-    memory_radix: int
-    shift: int = 0
+    radix: int  # L, the divisor of products (not reduced mod p); 1 where they are not divided
+    memory_radix: int  # R of the Montgomery form in memory; 1 where that is the canonical form
+    shift: int = 0  # d with L = 2^d R
 
     def constant(self, value: int) -> Value:
         """Return a pack of equal elements."""

@@ -130,22 +130,16 @@ class WorkerMemory(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """The i64 values of a task: ranges of windows and points, and 2^(bits - 1) buckets in each set.
-
-    Attributes:
-        stride: distance of a window's multiples of the points from the previous window's, or 0 without multiples.
-        n: number of points, the length of a column of words.
-        step: distance between two windows' sets in WorkerMemory: buckets + 1, or 0 where all windows share one set.
-    """
+    """The i64 values of a task: ranges of windows and points, and 2^(bits - 1) buckets in each set."""
 
     windows: tuple[str, str]
     points: tuple[str, str]
-    stride: str
-    n: str
+    stride: str  # distance of a window's multiples of the points from the previous window's, or 0 without multiples
+    n: str  # number of points, the length of a column of words
     bits: str
     buckets: str
     sets: str
-    step: str
+    step: str  # distance between two windows' sets in WorkerMemory: buckets + 1, or 0 where all windows share one set
 
     def all_buckets(self, code: FunctionBuilder) -> str:
         """Return the number of buckets of all sets, including each set's bucket 0."""

@@ -227,22 +227,14 @@ _SIZES_LIMIT = 256  # prepared launches that a plan keeps, with and without a ve
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of work among passes, blocks and threads; all but `resident` are log2.
+    """The division of work among passes, blocks and threads; all but `resident` are log2."""
 
-    Attributes:
-        rows: most rows of a pass, if three passes suffice; else a third of the points.
-        tile: elements of a block, and of a transform of one pass.
-        radix: elements of a thread; at most 4.
-        table: most elements of a table of twiddles; beyond, a twiddle is the product of two.
-        resident_along: `resident` (see Tile) of passes along the rows on both sides, if it differs.
-    """
-
-    rows: int
-    tile: int
-    radix: int
-    table: int
+    rows: int  # most rows of a pass, if three passes suffice; else a third of the points
+    tile: int  # elements of a block, and of a transform of one pass
+    radix: int  # elements of a thread; at most 4
+    table: int  # most elements of a table of twiddles; beyond, a twiddle is the product of two
     resident: int = 0
-    resident_along: int | None = None
+    resident_along: int | None = None  # `resident` (see Tile) of passes along the rows on both sides, if it differs
 
     def logs(self, log_n: int) -> tuple[int, ...]:
         """Return the rows of each pass, the larger first: one pass if the points fit in a block, else two or three."""

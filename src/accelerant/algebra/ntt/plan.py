@@ -37,25 +37,16 @@ _LOG_NEAR = 4  # log2 of the fewest neighbouring columns whose twiddles are in o
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The properties of a pass that its program is compiled for.
+    """The properties of a pass that its program is compiled for."""
 
-    Attributes:
-        along_in, along_out: whether the rows of a column are neighbours in memory when read, and when written; else
-            the columns are.
-        reversed_in, reversed_out: row i is read, or written, at position bitrev(i).
-        before, after: whether there is a factor for each row, before and after the sums.
-        twiddle: "before" or "after" the sums, or "".
-        split: whether twiddles are products of two tables.
-    """
-
-    along_in: bool = False
-    along_out: bool = False
-    reversed_in: bool = False
-    reversed_out: bool = False
-    before: bool = False
-    after: bool = False
-    twiddle: str = ""
-    split: bool = False
+    along_in: bool = False  # whether the rows of a column are neighbours in memory when read; else the columns are
+    along_out: bool = False  # the same when written
+    reversed_in: bool = False  # row i is read at position bitrev(i)
+    reversed_out: bool = False  # row i is written at position bitrev(i)
+    before: bool = False  # whether there is a factor for each row before the sums
+    after: bool = False  # the same after the sums
+    twiddle: str = ""  # "before" or "after" the sums, or ""
+    split: bool = False  # whether twiddles are products of two tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +99,18 @@ class Twiddles:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: 2^log_rows rows, a root of that order, a factor for each row before and after, or None.
-
-    Attributes:
-        digits: bits of the two lowest digits of a column's number.
-        log_low: a twiddle of column c is low[row, c mod 2^log_low] high[row, c >> log_low].
-    """
+    """One pass: 2^log_rows rows, a root of that order, a factor for each row before and after, or None."""
 
     variant: Variant
     log_rows: int
-    digits: tuple[int, int]
+    digits: tuple[int, int]  # bits of the two lowest digits of a column's number
     reads: PassLayout
     writes: PassLayout
     root: int
     before: RowPowers | None = None
     after: RowPowers | None = None
     twiddles: Twiddles | None = None
-    log_low: int = 0
+    log_low: int = 0  # a twiddle of column c is low[row, c mod 2^log_low] high[row, c >> log_low]
 
     @property
     def rows(self) -> int:

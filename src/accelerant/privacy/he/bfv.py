@@ -369,22 +369,14 @@ class Ciphertext:
 
     Shapes broadcast as NumPy's, but an encrypted number, (..., 1), is not repeated along the slots: ShapeError.
     A ciphertext of all n slots, such as a rotated one, takes shorter ones, whose other slots are 0.
-
-    Attributes:
-        public: the key.
-        data: (batch, 2, k, n) words in the memory of public.space.
-        shape: of the integers.
-        budget_bits: an estimate of the noise budget, without the key: usually some bits too low.
-        origin: library, dtype and device of the decrypted array.
-        seed: public, of c1, in what PrivateKey.encrypt returns.
     """
 
-    public: PublicKey
-    data: Any
-    shape: tuple[int, ...]
-    budget_bits: float
-    origin: messages.Origin
-    seed: bytes | None = None
+    public: PublicKey  # the key
+    data: Any  # (batch, 2, k, n) words in the memory of public.space
+    shape: tuple[int, ...]  # of the integers
+    budget_bits: float  # an estimate of the noise budget, without the key: usually some bits too low
+    origin: messages.Origin  # library, dtype and device of the decrypted array
+    seed: bytes | None = None  # public, of c1, in what PrivateKey.encrypt returns
     __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
 
     def __repr__(self) -> str:

@@ -56,13 +56,12 @@ Integers = npt.NDArray[np.int64]
 class EncryptionParameters:
     """Parameters of the published table.
 
-    Attributes:
     ConfigError for what the table does not have, or too small a modulus for t.
     """
 
-    n: int
-    plain_modulus: int
-    security: int = 128
+    n: int  # degree of the polynomials and number of slots
+    plain_modulus: int  # t, a prime that is 1 mod 2 n, below 2^30
+    security: int = 128  # 128, 192 or 256 bits against classical attacks
 
     def __post_init__(self) -> None:
         """Check them."""

@@ -454,28 +454,18 @@ def _integer(value: Any) -> int:
 class EncryptedTensor:
     """An encrypted tensor; + - * / @ take tensors of the same key and plain arrays, with NumPy's broadcasting.
 
-    Attributes:
-        public: the key.
-        residues: ciphertexts in the order of C.
-        shape: of the values.
-        exponent: values are integers times 16^exponent.
-        bound: public bound of the integers' magnitudes; for packed tensors of those in a slot.
-        origin: library, dtype and device of the decrypted array.
-        packed: several values share a ciphertext.
-        fresh: whether each ciphertext has randomness of its own that no operation has touched.
-
     A product with a plain number shows that number to who knows both ciphertexts: `rerandomize` results before they
     leave. to_ints and to_bytes do it by themselves where `fresh` is False.
     """
 
-    public: PublicKey
-    residues: Residues
-    shape: tuple[int, ...]
-    exponent: int
-    bound: int
-    origin: Origin
-    packed: bool = False
-    fresh: bool = False
+    public: PublicKey  # the key
+    residues: Residues  # ciphertexts in the order of C
+    shape: tuple[int, ...]  # of the values
+    exponent: int  # values are integers times 16^exponent
+    bound: int  # public bound of the integers' magnitudes; for packed tensors of those in a slot
+    origin: Origin  # library, dtype and device of the decrypted array
+    packed: bool = False  # several values share a ciphertext
+    fresh: bool = False  # whether each ciphertext has randomness of its own that no operation has touched
     __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
 
     def __repr__(self) -> str:

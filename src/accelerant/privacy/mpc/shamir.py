@@ -76,26 +76,16 @@ _stream = SecureStream()
 
 @dataclass(frozen=True)
 class Sharing:
-    """The public facts that all shares of a split have in common.
+    """The public facts that all shares of a split have in common."""
 
-    Attributes:
-        field: name of the field.
-        threshold, count: shares needed, and dealt.
-        dtype: of the secret's tensor, without "torch."; "bytes" for bytes.
-        shape: of the secret's tensor; (length,) for bytes.
-        fraction_bits: floats are multiples of 2^-fraction_bits; 0 for integers and bytes.
-        split_id: 16 random bytes; those of a result are derived from its operands'.
-        curve: of the commitments; "" for plain shares.
-    """
-
-    field: str
-    threshold: int
-    count: int
-    dtype: str
-    shape: tuple[int, ...]
-    fraction_bits: int
-    split_id: bytes
-    curve: str = ""
+    field: str  # its name
+    threshold: int  # shares needed
+    count: int  # shares dealt
+    dtype: str  # of the secret's tensor, without "torch."; "bytes" for bytes
+    shape: tuple[int, ...]  # of the secret's tensor; (length,) for bytes
+    fraction_bits: int  # floats are multiples of 2^-fraction_bits; 0 for integers and bytes
+    split_id: bytes  # 16 random bytes; those of a result are derived from its operands'
+    curve: str = ""  # of the commitments; "" for plain shares
 
     @property
     def elements(self) -> tuple[int, ...]:

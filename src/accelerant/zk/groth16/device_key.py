@@ -366,17 +366,11 @@ class SectionPoints:
 
 
 class Budgets(NamedTuple):
-    """Device memory granted to sections.
+    """Device memory granted to sections."""
 
-    Attributes:
-        points: section -> bytes for its points and their multiples; None where it is streamed.
-        scratch: bytes for the scratch of one sum; None where each section keeps its scratch between sums.
-        rounds: affine rounds of sums over stored points: 0, or None for as many as pay.
-    """
-
-    points: Mapping[str, int | None]
-    scratch: int | None
-    rounds: int | None = 0
+    points: Mapping[str, int | None]  # section -> bytes for its points and their multiples; None where it is streamed
+    scratch: int | None  # bytes for the scratch of one sum; None where each section keeps its scratch between sums
+    rounds: int | None = 0  # affine rounds of sums over stored points: 0, or None for as many as pay
 
 
 def budgets(points: Mapping[str, SectionPoints], room: int) -> Budgets:

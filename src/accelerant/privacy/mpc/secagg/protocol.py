@@ -573,19 +573,12 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aggregate:
-    """The result of a round.
+    """The result of a round."""
 
-    Attributes:
-        sum: over the survivors, weighted if there are weights, (size,) float64, or the updates' shape.
-        weight: sum of the survivors' weights; without weights their number.
-        survivors: clients in the sum.
-        stages: by name; those of messages.STAGES.
-    """
-
-    sum: Tensor
-    weight: int
-    survivors: tuple[int, ...]
-    stages: Mapping[str, StageReport] = field(repr=False)
+    sum: Tensor  # over the survivors, weighted if there are weights, (size,) float64, or the updates' shape
+    weight: int  # sum of the survivors' weights; without weights their number
+    survivors: tuple[int, ...]  # clients in the sum
+    stages: Mapping[str, StageReport] = field(repr=False)  # by name; those of messages.STAGES
 
     def __eq__(self, other: object) -> bool:
         """Return whether sum, weight and survivors are the same; times are not compared."""
