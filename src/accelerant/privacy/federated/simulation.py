@@ -34,22 +34,14 @@ Data = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class FederatedReport:
-    """The course of a simulation.
+    """The course of a simulation."""
 
-    Attributes:
-        losses: mean loss after each round; of the test data if there are any.
-        accuracies: share of correct predictions after each round.
-        epsilon: at delta, of the ledger after all rounds; infinite without noise.
-        survivors: clients in each round's mean.
-        stages: bytes and seconds by stage of the protocol, over all rounds.
-    """
-
-    epsilon: float = math.inf
+    epsilon: float = math.inf  # at delta, of the ledger after all rounds; infinite without noise
     delta: float = DEFAULT_DELTA
-    losses: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
-    survivors: list[tuple[int, ...]] = field(default_factory=list)
-    stages: dict[str, StageReport] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # mean loss after each round; of the test data if there are any
+    accuracies: list[float] = field(default_factory=list)  # share of correct predictions after each round
+    survivors: list[tuple[int, ...]] = field(default_factory=list)  # clients in each round's mean
+    stages: dict[str, StageReport] = field(default_factory=dict)  # bytes and seconds by stage, over all rounds
 
     def add(self, result: Aggregate, model: nn.Module, tested: tuple[Tensor, ...], loss: Any) -> None:
         """Take a round's result, and measure the model that it gave."""

@@ -96,19 +96,12 @@ class Sharing:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Share:
-    """One holder's share: the values at `index` of the polynomials that share a secret's elements.
+    """One holder's share: the values at `index` of the polynomials that share a secret's elements."""
 
-    Attributes:
-        sharing: what the shares of this split have in common.
-        index: 1 to sharing.count.
-        words: canonical words of the elements, uint64, (*sharing.elements[, 4]); secret.
-        commitments: of verifiable shares, canonical points (threshold, *elements of the secret, 2, limbs); public.
-    """
-
-    sharing: Sharing
-    index: int
-    words: Tensor
-    commitments: Tensor | None = None
+    sharing: Sharing  # what the shares of this split have in common
+    index: int  # 1 to sharing.count
+    words: Tensor  # canonical words of the elements, uint64, (*sharing.elements[, 4]); secret
+    commitments: Tensor | None = None  # canonical points (threshold, *elements of the secret, 2, limbs); public
     __array_ufunc__ = None  # array + share is the share's __radd__
 
     def __repr__(self) -> str:

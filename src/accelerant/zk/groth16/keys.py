@@ -282,18 +282,11 @@ class UnreducedError(Exception):
 
 
 class KeySums(NamedTuple):
-    """The multi-scalar multiplications of a proof, which a device computes meanwhile.
+    """The multi-scalar multiplications of a proof, which a device computes meanwhile."""
 
-    Attributes:
-        public: waits for (n_public, 4), the public inputs, from the same copy of the witness as the sums; raises
-            UnreducedError. Called before `sum`.
-        sum: waits for the sum of a section: words of one affine point in Montgomery form, of any shape.
-        spans: part -> seconds of device time, after all sums; parts overlap. Empty on the CPU.
-    """
-
-    public: Callable[[], U64]
-    sum: Callable[[str], U64]
-    spans: Callable[[], dict[str, float]]
+    public: Callable[[], U64]  # waits for the public inputs, (n_public, 4); or UnreducedError; called before `sum`
+    sum: Callable[[str], U64]  # waits for the sum of a section: words of an affine point, Montgomery form
+    spans: Callable[[], dict[str, float]]  # part -> device seconds, after all sums; they overlap
 
 
 class Stages:
