@@ -286,17 +286,11 @@ class RecordedPairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
-    """A program as data: `constants` are the values of the first registers, the first of them 0.
-
-    Attributes:
-        code: int32, runs one after another: operation, count, and for each instruction the offsets of the result and of
-            the operands, in words from the first register.
-        schedule: (m, 2), int64: first and end of the parts of the code, in the order of execution.
-    """
+    """A program as data: `constants` are the values of the first registers, the first of them 0."""
 
     field: Field
-    code: npt.NDArray[np.int32]
-    schedule: npt.NDArray[np.int64]
+    code: npt.NDArray[np.int32]  # runs: operation, count, each instruction's offsets of result and operands, in words
+    schedule: npt.NDArray[np.int64]  # (m, 2): first and end of parts of the code, in order
     registers: int
     constants: tuple[int, ...]
     products: int

@@ -105,28 +105,18 @@ def _text(name: str, entry: str, kind: str) -> str:
 
 
 class WorkerMemory(NamedTuple):
-    """Pointers to a worker's arrays, of i32 except `points`.
+    """Pointers to a worker's arrays, of i32 except `points`."""
 
-    Attributes:
-        ends: per bucket, set by set, including 0: end of its entries; the end of bucket 0 is the start of bucket 1.
-        slots: per bucket: its first slot.
-        left: per bucket: its number of slots that are not summed yet.
-        single: entries left over in the first round, at most one per bucket; single_slot: their slots.
-        entries: all entries of the task, by bucket.
-        a, b: sources of pairs, entries or slots; z: slots of their sums.
-        points: slots, affine points.
-    """
-
-    ends: str
-    slots: str
-    left: str
-    single: str
-    single_slot: str
-    entries: str
-    a: str
-    b: str
-    z: str
-    points: str
+    ends: str  # per bucket, set by set, including 0: end of its entries, the start of the next
+    slots: str  # per bucket: its first slot
+    left: str  # per bucket: its number of slots that are not summed yet
+    single: str  # entries left over in the first round, at most one per bucket
+    single_slot: str  # their slots
+    entries: str  # all entries of the task, by bucket
+    a: str  # sources of pairs, entries or slots
+    b: str  # likewise
+    z: str  # slots of their sums
+    points: str  # slots, affine points
 
 
 class _Task(NamedTuple):

@@ -63,31 +63,19 @@ _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class DeviceMsmPlan:
-    """The division of a sum; every field may be tuned.
+    """The division of a sum; every field may be tuned."""
 
-    Attributes:
-        points: points of a chunk; chunks are summed one after the other.
-        window: bits of a digit, c.
-        windows: digits of a scalar.
-        shared: one set of buckets for all windows, since the points' multiples are stored.
-        segment: largest number of units that one thread sums; a unit is 2^rounds points of a bucket.
-        rounds: rounds of affine.c, before segments are summed.
-        per_thread: log2 of the buckets of a thread of fold.c.
-        inlined, resident: for accumulate_source; fold_inlined: for fold_source.
-        bins_fit: the device's local memory is large enough for bins.c.
-    """
-
-    points: int
-    window: int
-    windows: int
-    shared: bool
-    segment: int
-    rounds: int = 0
-    per_thread: int = 1
-    inlined: bool | None = None
-    resident: int | None = None
-    fold_inlined: bool = False
-    bins_fit: bool = True
+    points: int  # of a chunk; chunks are summed one after the other
+    window: int  # bits of a digit, c
+    windows: int  # digits of a scalar
+    shared: bool  # one set of buckets for all windows, since the points' multiples are stored
+    segment: int  # largest number of units that one thread sums; a unit is 2^rounds points of a bucket
+    rounds: int = 0  # of affine.c, before segments are summed
+    per_thread: int = 1  # log2 of the buckets of a thread of fold.c
+    inlined: bool | None = None  # for accumulate_source
+    resident: int | None = None  # for accumulate_source
+    fold_inlined: bool = False  # for fold_source
+    bins_fit: bool = True  # the device's local memory is large enough for bins.c
 
     buckets = property(lambda p: 1 << p.window - 1)  # of a set
     sets = property(lambda p: 1 if p.shared else p.windows)  # of buckets
