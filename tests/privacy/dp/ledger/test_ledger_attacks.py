@@ -466,7 +466,7 @@ def test_a_checkpoint_without_runs_is_added_in_full():
 def test_a_file_of_an_older_version_gets_ids_for_its_runs(tmp_path, monkeypatch):
     path = tmp_path / "privacy.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr("accelerant.privacy.dp.ledger.fresh_id", str)  # no id, as before there were any
+        patch.setattr("accelerant.privacy.dp.ledger.journal.fresh_id", str)  # no id, as before there were any
         for _ in range(2):
             with PrivacyLedger(path) as ledger:
                 ledger.record(STEP.times(3))
