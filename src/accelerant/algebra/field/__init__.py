@@ -11,9 +11,7 @@ if not TYPE_CHECKING:  # a type checker reports the names that are not there
     __getattr__ = renamed_names(
         __name__,
         {
-            "FieldArray": "accelerant.zk.FieldArray",
-            "PrimeField": "accelerant.zk.PrimeField",
-            "prime_field": "accelerant.zk.field",
-            "register_field": "accelerant.zk.register_field",
+            "FieldArray": "accelerant.zk.FieldArray", "PrimeField": "accelerant.zk.PrimeField",
+            "prime_field": "accelerant.zk.field", "register_field": "accelerant.zk.register_field",
         },
-    )
+    )  # fmt: skip

@@ -494,12 +494,9 @@ def field_wgsl(field: Field, canonical: bool) -> str:
         return field.words(value % radix, 16, digits)
 
     head: dict[str, int | bool | Sequence[int]] = {
-        "DIGITS": digits,
-        "CANONICAL": canonical,
-        "MODULUS": limbs_of(field.modulus),
-        "R1": limbs_of(radix % field.modulus),
-        "R2": limbs_of(radix**2 % field.modulus),
-    }
+        "DIGITS": digits, "CANONICAL": canonical, "MODULUS": limbs_of(field.modulus),
+        "R1": limbs_of(radix % field.modulus), "R2": limbs_of(radix**2 % field.modulus),
+    }  # fmt: skip
     inverse = f"const INVERSE: u32 = {field.montgomery_inverse(16):#x}u;\n"
     return constants(head) + inverse + _file("field.wgsl")
 

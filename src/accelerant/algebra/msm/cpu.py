@@ -609,14 +609,9 @@ class CpuBases:
         tasks, workers = self._fit_memory(plan, workers)
         plan = tasks.plan
         numbers = {
-            "tasks": len(tasks.rows),
-            "n": self.n,
-            "bits": plan.bits,
-            "buckets": 1 << plan.bits - 1,
-            "step": 0 if plan.shared else tasks.step,
-            "stride": self.n if plan.shared else 0,
-            "scratch": tasks.scratch,
-        }
+            "tasks": len(tasks.rows), "n": self.n, "bits": plan.bits, "buckets": 1 << plan.bits - 1,
+            "step": 0 if plan.shared else tasks.step, "stride": self.n if plan.shared else 0, "scratch": tasks.scratch,
+        }  # fmt: skip
         sizes = np.array([numbers[name] for name in SIZES], np.int64)
         next_task, memory = np.zeros(1, np.int64), _aligned(workers * tasks.scratch)
         partials = np.empty((plan.partials, 3 * self._points.shape[1] // 2), np.uint64)

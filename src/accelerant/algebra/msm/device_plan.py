@@ -505,12 +505,8 @@ def _source(
 
 def _defined(sizes: Sizes) -> str:
     fixed: Sizes = {
-        "MSM_LENGTH": MAX_SEGMENT_UNITS,
-        "MSM_SEGMENTS": MAX_SEGMENT_UNITS + 1,
-        "MSM_HEAVY": MAX_SEGMENT_UNITS + 2,
-        "MSM_PARTIALS": MAX_SEGMENT_UNITS + 3,
-        "MSM_UNITS": MAX_SEGMENT_UNITS + 4,
-        "MSM_NONE": "0xffffffffU",
+        "MSM_LENGTH": MAX_SEGMENT_UNITS, "MSM_SEGMENTS": MAX_SEGMENT_UNITS + 1, "MSM_HEAVY": MAX_SEGMENT_UNITS + 2,
+        "MSM_PARTIALS": MAX_SEGMENT_UNITS + 3, "MSM_UNITS": MAX_SEGMENT_UNITS + 4, "MSM_NONE": "0xffffffffU",
         "MSM_COUNTERS": COUNTERS,
-    }
+    }  # fmt: skip
     return defined({**fixed, **sizes})

@@ -39,15 +39,8 @@ from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped
 
 __all__ = [
-    "Triple",
-    "Truncation",
-    "deal_triples",
-    "deal_truncations",
-    "mask",
-    "mask_truncation",
-    "multiply",
-    "truncate",
-]
+    "Triple", "Truncation", "deal_triples", "deal_truncations", "mask", "mask_truncation", "multiply", "truncate",
+]  # fmt: skip
 
 _MASK_LIMBS, _CPU = 3, torch.device("cpu")
 _stream = SecureStream()

@@ -106,12 +106,9 @@ def setup_with_known_tau(
     coefficients = _coefficients(family, *matrices[:2])
     write_zkey(zkey, family.name, n_public=circuit.n_public, coefficients=coefficients, **arrays)
     return {
-        "curve": family.name,
-        "constraints": circuit.n_constraints,
-        "signals": circuit.n_wires,
-        "public_inputs": circuit.n_public,
-        "domain": size,
-    }
+        "curve": family.name, "constraints": circuit.n_constraints, "signals": circuit.n_wires,
+        "public_inputs": circuit.n_public, "domain": size,
+    }  # fmt: skip
 
 
 def _key_points(
@@ -128,13 +125,9 @@ def _key_points(
     h = _lagrange(fr, roots.root_of_unity(2 * size), 2 * size, tau)[1::2]
     secret, one = fr.encode([alpha, beta, delta]), fr.encode([1])
     g1_scalars = {
-        "a": u,
-        "b1": v,
-        "ic": k[: n_public + 1],
-        "c": fr.mul(k[n_public + 1 :], over_delta),
-        "h": fr.mul(np.ascontiguousarray(h), over_delta),
-        "fixed": np.concatenate([secret, one]),
-    }
+        "a": u, "b1": v, "ic": k[: n_public + 1], "c": fr.mul(k[n_public + 1 :], over_delta),
+        "h": fr.mul(np.ascontiguousarray(h), over_delta), "fixed": np.concatenate([secret, one]),
+    }  # fmt: skip
     points = _multiples(family.g1, g1_scalars, report)
     points |= _multiples(family.g2, {"b2": v, "fixed2": np.concatenate([secret[1:], one])}, report)
     points["alpha1"], points["beta1"], points["delta1"], g1 = points.pop("fixed")

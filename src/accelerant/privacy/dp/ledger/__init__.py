@@ -355,14 +355,11 @@ class PrivacyLedger:
         done = [event for event in events if event.count]
         runs = tuple(
             {
-                "time": run.facts.get("time", ""),
-                "dataset": run.facts.get("dataset", ""),
-                "releases": sum(run.counts.values()),
-                "closed": run.closed,
-                "versions": run.facts.get("versions", {}),
+                "time": run.facts.get("time", ""), "dataset": run.facts.get("dataset", ""),
+                "releases": sum(run.counts.values()), "closed": run.closed, "versions": run.facts.get("versions", {}),
             }
             for run in self.runs
-        )
+        )  # fmt: skip
         datasets = dict.fromkeys(name for name in (*(run["dataset"] for run in runs), self.dataset) if name)
         return PrivacyStatement(
             unit=self.unit, neighbouring=self.neighbouring, delta=chosen, budget=budget, events=events, runs=runs,
