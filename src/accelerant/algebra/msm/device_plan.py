@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -61,6 +61,11 @@ MAX_INDICES = (1 << 31) - 1  # most points, or digits of a chunk: 31 bits and a 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
+def _number(formula: Callable[[DeviceMsmPlan], int]) -> int:
+    """Return a property, a number that follows from a plan."""
+    return property(formula)  # type: ignore[return-value]  # what an instance gives
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMsmPlan:
     """The division of a sum; every field may be tuned."""
@@ -77,21 +82,21 @@ class DeviceMsmPlan:
     fold_inlined: bool = False  # for fold_source
     bins_fit: bool = True  # the device's local memory is large enough for bins.c
 
-    buckets = property(lambda p: 1 << p.window - 1)  # of a set
-    sets = property(lambda p: 1 if p.shared else p.windows)  # of buckets
-    keys = property(lambda p: p.sets * p.buckets)  # buckets of all sets
-    entries = property(lambda p: p.windows * p.points)  # digits of a chunk
-    binned = property(lambda p: p.bins_fit and p.entries >= _BINNED_ENTRIES)  # whether bins.c sorts the entries
-    bins = property(lambda p: (p.keys - 1 >> p.bin_bits) + 1 if p.binned else 0)  # of all keys
-    pieces = property(lambda p: p.bins + p.entries // PIECE)  # of bins, at most
-    counters = property(lambda p: p.keys + COUNTERS + (p.bins + 1 if p.binned else 0))  # of keys, segments and bins
-    units = property(lambda p: (p.entries + min(p.keys, p.entries) * ((1 << p.rounds) - 1)) >> p.rounds)  # at most
-    padded_entries = property(lambda p: p.units << p.rounds)  # entries with their padding to units, at most
-    affine_units = property(lambda p: max(1, _AFFINE_ENTRIES >> p.rounds))  # of a thread of affine.c
-    heavy = property(lambda p: p.units // p.segment)  # buckets of more than one segment, at most
-    segments = property(lambda p: min(p.keys, p.entries) + p.heavy)  # at most
-    sums = property(lambda p: p.keys + 2 * p.heavy)  # points in XYZZ coordinates: buckets, and parts of heavy ones
-    tiles = property(lambda p: -(-p.keys // TILE))  # of keys
+    buckets = _number(lambda p: 1 << p.window - 1)  # of a set
+    sets = _number(lambda p: 1 if p.shared else p.windows)  # of buckets
+    keys = _number(lambda p: p.sets * p.buckets)  # buckets of all sets
+    entries = _number(lambda p: p.windows * p.points)  # digits of a chunk
+    binned = _number(lambda p: p.bins_fit and p.entries >= _BINNED_ENTRIES)  # whether bins.c sorts the entries
+    bins = _number(lambda p: (p.keys - 1 >> p.bin_bits) + 1 if p.binned else 0)  # of all keys
+    pieces = _number(lambda p: p.bins + p.entries // PIECE)  # of bins, at most
+    counters = _number(lambda p: p.keys + COUNTERS + (p.bins + 1 if p.binned else 0))  # of keys, segments and bins
+    units = _number(lambda p: (p.entries + min(p.keys, p.entries) * ((1 << p.rounds) - 1)) >> p.rounds)  # at most
+    padded_entries = _number(lambda p: p.units << p.rounds)  # entries with their padding to units, at most
+    affine_units = _number(lambda p: max(1, _AFFINE_ENTRIES >> p.rounds))  # of a thread of affine.c
+    heavy = _number(lambda p: p.units // p.segment)  # buckets of more than one segment, at most
+    segments = _number(lambda p: min(p.keys, p.entries) + p.heavy)  # at most
+    sums = _number(lambda p: p.keys + 2 * p.heavy)  # points in XYZZ coordinates: buckets, and parts of heavy ones
+    tiles = _number(lambda p: -(-p.keys // TILE))  # of keys
 
     @property
     def bin_bits(self) -> int:
@@ -360,7 +365,7 @@ BINS_LOCAL_BYTES = 4 * (MAX_WINDOW_BINS + SORT_BLOCK) + 4 * SORT_BLOCK + 8 * PIE
 MAX_BIN_BITS = 10  # log2 of the largest number of keys of a bin, likewise
 TILE = 1024  # keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK
 MAX_SEGMENT_UNITS = 1024  # largest number of units of a segment
-COUNTERS = MAX_SEGMENT_UNITS + 5  # numbers after the keys in counts
+COUNTERS: int = MAX_SEGMENT_UNITS + 5  # numbers after the keys in counts
 ACCUMULATE_BLOCK = 128  # threads of a block of msm_accumulate
 AFFINE_BLOCK = 128  # threads of a block of msm_affine_begin and msm_affine_round
 INVERT_BLOCK = 128  # threads of a block of msm_affine_invert, with two elements each, of at most 12 limbs, in 25 KiB
