@@ -17,7 +17,7 @@ import torch
 from accelerant.algebra.field.parameters import is_prime
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy import he
-from accelerant.privacy.he import bfv, bfv_scheme, messages
+from accelerant.privacy.he import bfv, bfv_scheme, encoding
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.ledger import ledger
 from requirements import require_backend
@@ -328,7 +328,7 @@ def quick_cipher(monkeypatch):
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     monkeypatch.setattr(
-        messages, "_cipher", lambda word, salt: ChaCha20Poly1305(hashlib.sha256(word.encode() + salt).digest())
+        encoding, "_cipher", lambda word, salt: ChaCha20Poly1305(hashlib.sha256(word.encode() + salt).digest())
     )
 
 

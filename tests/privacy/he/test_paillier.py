@@ -30,7 +30,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.privacy import he
-from accelerant.privacy.he import encoding, messages, paillier
+from accelerant.privacy.he import encoding, paillier
 from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey, PublicKey, keygen
 from requirements import require_backend, require_module
 
@@ -192,7 +192,7 @@ def test_strengths(monkeypatch, drawn):
 
     asked, real = [], scrypt.Scrypt
     monkeypatch.setattr(scrypt, "Scrypt", lambda salt, **cost: asked.append((salt, cost)) or real(salt, **cost))
-    data = messages.sealed(b"a head--", b"secret", "a word")
+    data = encoding.sealed(b"a head--", b"secret", "a word")
     assert [size for size, _ in drawn] == [16, 12]
     assert asked == [(drawn[0][1], {"length": 32, "n": 2**16, "r": 8, "p": 1})]
     assert data[:36] == b"a head--" + drawn[0][1] + drawn[1][1]
@@ -623,8 +623,8 @@ def test_messages_of_another_key_version_or_size(keys):
 def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypatch):
     """Cut, extended, flipped and spliced: a message is read as something valid, or is a FormatError."""
     public, private = keys
-    monkeypatch.setattr(messages, "_cipher", lambda word, salt: real(word, b"s" * 16))  # scrypt once
-    real_cipher, made = messages._cipher, {}
+    monkeypatch.setattr(encoding, "_cipher", lambda word, salt: real(word, b"s" * 16))  # scrypt once
+    real_cipher, made = encoding._cipher, {}
 
     def real(word, salt):
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from accelerant._renamed import renamed_names
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError
-from accelerant.privacy.he import messages
+from accelerant.privacy.he import encoding
 from accelerant.privacy.he.bfv_scheme import (
     EncryptionParameters,
     Scheme,
@@ -204,7 +204,7 @@ class PublicKey:
         """Return the key as bytes; without the keys for products and rotations unless `computing`."""
         halves = self._halves if computing else {}
         return b"".join([
-            messages.head_of("BFV", "n"), _packed(self.parameters), self._seed, _bytes(self._half),
+            encoding.head_of("BFV", "n"), _packed(self.parameters), self._seed, _bytes(self._half),
             len(halves).to_bytes(2, "big"),
             *(element.to_bytes(4, "big") + seed + _bytes(half) for element, (seed, half) in halves.items()),
         ])  # fmt: skip
@@ -212,7 +212,7 @@ class PublicKey:
     @classmethod
     def from_bytes(cls, data: bytes, *, device: DeviceLike = "cpu") -> PublicKey:
         """Return the key that to_bytes gave; FormatError for other bytes. Nothing tells whose key it is."""
-        reader = messages.reader_of(data, "BFV", "n")
+        reader = encoding.reader_of(data, "BFV", "n")
         parameters = _parameters(reader)
         data_primes, special, _ = parameters.primes
         seed, half = reader.take(_SEED_BYTES), _words(reader, (), data_primes, parameters.n)
@@ -239,7 +239,7 @@ class PublicKey:
         return self._switching[element]
 
 
-class PrivateKey(messages.SecretKey):
+class PrivateKey(encoding.SecretKey):
     """A key that decrypts; neither shown by repr nor pickled or copied."""
 
     def __init__(self, public: PublicKey, secret: npt.NDArray[np.int64]) -> None:
@@ -254,17 +254,17 @@ class PrivateKey(messages.SecretKey):
         return f"PrivateKey(n={p.n}, plain_modulus={p.plain_modulus}, security={p.security})"
 
     def to_bytes(self, passphrase: str) -> bytes:
-        """Return the key encrypted with a passphrase: see messages.sealed."""
-        head = messages.head_of("BFV", "s") + _packed(self.parameters) + self.public.fingerprint
-        return messages.sealed(head, (self._secret + 1).astype(np.uint8).tobytes(), passphrase)
+        """Return the key encrypted with a passphrase: see encoding.sealed."""
+        head = encoding.head_of("BFV", "s") + _packed(self.parameters) + self.public.fingerprint
+        return encoding.sealed(head, (self._secret + 1).astype(np.uint8).tobytes(), passphrase)
 
     @classmethod
     def from_bytes(cls, data: bytes, passphrase: str, public: PublicKey) -> PrivateKey:
         """Return the key that to_bytes gave; FormatError for other bytes, passphrase or public key."""
-        reader = messages.reader_of(data, "BFV", "s")
+        reader = encoding.reader_of(data, "BFV", "s")
         if _parameters(reader) != public.parameters or reader.take(32) != public.fingerprint:
             raise FormatError(f"the private key is not that of {public!r}")
-        secret = np.frombuffer(messages.open_box(reader, data, passphrase, public.n), np.uint8)
+        secret = np.frombuffer(encoding.open_box(reader, data, passphrase, public.n), np.uint8)
         if len(secret) != public.n or secret.max() > 2:
             raise FormatError("the private key's polynomial has another degree, or other coefficients than -1, 0, 1")
         return cls(public, secret.astype(np.int64) - 1)
@@ -299,7 +299,7 @@ class PrivateKey(messages.SecretKey):
         if (scheme.noise_fraction(self.public.space.store(phase)) >= 0.25).any():
             raise BudgetExceeded("the noise budget of a ciphertext is spent: fewer multiplications, or a larger n")
         values = scheme.decode(scheme.rounded(phase))[:, : c.shape[-1]].reshape(c.shape)
-        return messages.in_kind(values.astype(c.origin.dtype), c.origin)
+        return encoding.in_kind(values.astype(c.origin.dtype), c.origin)
 
     def noise_budget(self, c: Ciphertext) -> int:
         """Return the bits by which the noise may still grow, the least of a batch; decryption needs at least 1."""
@@ -349,9 +349,9 @@ def _words(reader: MessageReader, shape: tuple[int, ...], primes: tuple[int, ...
 
 def _plain(
     parameters: EncryptionParameters, values: Any
-) -> tuple[npt.NDArray[np.int64], tuple[int, ...], messages.Origin]:
+) -> tuple[npt.NDArray[np.int64], tuple[int, ...], encoding.Origin]:
     """Return integers in all slots, (batch, n), the shape that they had, and the origin of results."""
-    array, origin = messages.host_array(values, messages.INTEGERS, "BFV")
+    array, origin = encoding.host_array(values, encoding.INTEGERS, "BFV")
     origin = replace(origin, dtype="int32" if origin.kind == "jax" else "int64")
     n, half = parameters.n, parameters.plain_modulus // 2
     if array.ndim == 0 or not 0 < array.shape[-1] <= n:
@@ -375,7 +375,7 @@ class Ciphertext:
     data: Any  # (batch, 2, k, n) words in the memory of public.space
     shape: tuple[int, ...]  # of the integers
     budget_bits: float  # an estimate of the noise budget, without the key: usually some bits too low
-    origin: messages.Origin  # library, dtype and device of the decrypted array
+    origin: encoding.Origin  # library, dtype and device of the decrypted array
     seed: bytes | None = None  # public, of c1, in what PrivateKey.encrypt returns
     __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
 
@@ -498,7 +498,7 @@ class Ciphertext:
         return both[0], both[1], (*lead, max(lengths))
 
     def _plain_operand(self, other: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        array, _ = messages.host_array(other, messages.INTEGERS, "BFV")
+        array, _ = encoding.host_array(other, encoding.INTEGERS, "BFV")
         if array.shape[-1:] in ((), (1,)):
             array = np.broadcast_to(array, (*array.shape[:-1], self.shape[-1]))
         return _plain(self.public.parameters, array)[:2]
@@ -508,8 +508,8 @@ class Ciphertext:
         words = self.public.space.store(self.data)
         body = _bytes(words) if self.seed is None else self.seed + _bytes(words[:, 0])
         return b"".join([
-            messages.head_of("BFV", "c"), self.public.fingerprint,
-            bytes([self.seed is not None, messages.KINDS.index(self.origin.kind)]),
+            encoding.head_of("BFV", "c"), self.public.fingerprint,
+            bytes([self.seed is not None, encoding.KINDS.index(self.origin.kind)]),
             min(max(0, int(self.budget_bits)), 1023).to_bytes(2, "big"), shape_bytes(self.shape), body,
         ])  # fmt: skip
 
@@ -519,10 +519,10 @@ class Ciphertext:
 
         Shape and estimated budget are the sender's.
         """
-        reader, n, scheme = messages.reader_of(data, "BFV", "c"), public.n, public._scheme
+        reader, n, scheme = encoding.reader_of(data, "BFV", "c"), public.n, public._scheme
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
-        seeded, kind, budget = reader.number(1, 1), reader.number(1, len(messages.KINDS) - 1), reader.number(2, 1023)
+        seeded, kind, budget = reader.number(1, 1), reader.number(1, len(encoding.KINDS) - 1), reader.number(2, 1023)
         shape = reader.shape()
         if not shape or not 0 < shape[-1] <= n:
             raise FormatError(f"ciphertexts have shapes (..., m) with m from 1 to {n}, the message has {shape}")
@@ -532,7 +532,7 @@ class Ciphertext:
         words = _words(reader, (batch, parts), scheme.data, n)
         if seed is not None:
             words = np.stack((words[:, 0], uniform_rows(seed, batch, scheme.data, n)), axis=1)
-        origin = messages.Origin(messages.KINDS[kind], "int32" if messages.KINDS[kind] == "jax" else "int64")
+        origin = encoding.Origin(encoding.KINDS[kind], "int32" if encoding.KINDS[kind] == "jax" else "int64")
         return cls(public, public.space.load(words), shape, budget, origin, seed)
 
 

@@ -48,7 +48,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.privacy.he import encoding
-from accelerant.privacy.he.messages import KINDS, Origin, SecretKey, head_of, host_array, open_box, reader_of, sealed
+from accelerant.privacy.he.encoding import KINDS, Origin, SecretKey, head_of, host_array, open_box, reader_of, sealed
 from accelerant.privacy.messages import shape_bytes
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped, read_regular
