@@ -12,7 +12,7 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source as field_source
 from accelerant.algebra.msm import device_plan as msm
-from accelerant.algebra.ntt.program import powers_source
+from accelerant.algebra.ntt.plan import powers_source
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import keystream_source

@@ -15,9 +15,8 @@ import torch
 import accelerant as acl
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import entries, kernel_source
-from accelerant.algebra.ntt.plan import Variant
-from accelerant.algebra.ntt.program import Tile, powers_source
-from accelerant.algebra.ntt.program import kernel_source as pass_source
+from accelerant.algebra.ntt.plan import Tile, Variant, powers_source
+from accelerant.algebra.ntt.plan import kernel_source as pass_source
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
 from requirements import require, require_backend

@@ -28,8 +28,7 @@ from accelerant.algebra.ntt.launch import (
     roots_of,
     run,
 )
-from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes, ntt_reference
-from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
+from accelerant.algebra.ntt.plan import ORDERS, Tile, Variant, has_quotients, kernel_source, make_passes, ntt_reference
 from accelerant.errors import ConfigError, LaunchError
 from requirements import require_backend
 from vectors import TRANSFORM_BASE, field_elements
