@@ -25,7 +25,7 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import BLOCK, montgomery_radix
 from accelerant.algebra.field.program import kernel_source as field_source
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of
-from accelerant.algebra.ntt import plan as passes
+from accelerant.algebra.ntt import plan as programs
 from accelerant.algebra.ntt.plan import Pass, RowPowers, Variant, make_passes, powers, reversed_numbers
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.host import fork_safe
@@ -151,8 +151,8 @@ _LOG_TABLE = 20  # log2 of the largest table of twiddles: beyond it, a second pr
 
 @functools.cache
 def _host_kernel(field: Field, variant: Variant, form: str) -> Kernel:
-    entries = {"ntt_pass": (f"*u{field.word_bits}",) * len(passes.POINTERS) + ("i64",) * len(passes.SCALARS)}
-    dialects = {"llvm": passes.pass_kernel(field, variant, form)}
+    entries = {"ntt_pass": (f"*u{field.word_bits}",) * len(programs.POINTERS) + ("i64",) * len(programs.SCALARS)}
+    dialects = {"llvm": programs.pass_kernel(field, variant, form)}
     return HOST.provider.compile(KernelSource(f"ntt_{field.name}_{form}", dialects, entries))
 
 
@@ -207,7 +207,7 @@ class CpuNttPlan(NttPlan):
         passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
         self._kernels = [_host_kernel(field, step.variant, form) for step in passes]
         tables = [pass_tables(field, step, packed.radix) for step in passes]
-        if passes.by_limbs(packed):  # but for low, which is read as words
+        if programs.by_limbs(packed):  # but for low, which is read as words
             tables = [
                 Tables(*(t if t is None or t is each.low else limbs_of_52_bits(field, t) for t in each))
                 for each in tables
@@ -240,12 +240,12 @@ class Division:
         """Return the rows of each pass, the larger first: one pass if the points fit in a block, else two or three."""
         return _split(log_n, 1 if log_n <= self.tile else min(3, max(2, -(-log_n // self.rows))))
 
-    def shape(self, step: Pass) -> passes.Tile:
+    def shape(self, step: Pass) -> programs.Tile:
         """Return the tile of a block, whose columns differ in their lowest digit only."""
         rows, radix = step.log_rows, min(self.radix, step.log_rows)
         columns = max(0, min(self.tile - rows, _THREADS + radix - rows, step.digits[0]))
         along = step.variant.along_in and step.variant.along_out and self.resident_along is not None
-        return passes.Tile(rows, columns, radix, (self.resident_along or 0) if along else self.resident)
+        return programs.Tile(rows, columns, radix, (self.resident_along or 0) if along else self.resident)
 
 
 def division_of(field: Field, backend: str = "") -> Division:
@@ -261,9 +261,9 @@ def division_of(field: Field, backend: str = "") -> Division:
 
 @functools.cache
 def _device_kernel(
-    field: Field, variant: Variant, tile: passes.Tile, inverse: bool, space: MemorySpace, checked: bool = False
+    field: Field, variant: Variant, tile: programs.Tile, inverse: bool, space: MemorySpace, checked: bool = False
 ) -> Kernel:
-    return space.provider.compile(passes.kernel_source(field, variant, tile, inverse, checked), device=space.index)
+    return space.provider.compile(programs.kernel_source(field, variant, tile, inverse, checked), device=space.index)
 
 
 class DeviceNttPlan(NttPlan):
@@ -431,7 +431,7 @@ def _multiply(field: Field, x: Words, y: Words, z: Words) -> None:
 _LOG_STEPS = 4  # Log2 of the most factors of a thread
 
 
-def device_tables(space: MemorySpace, field: Field, step: Pass, tile: passes.Tile) -> Tables:
+def device_tables(space: MemorySpace, field: Field, step: Pass, tile: programs.Tile) -> Tables:
     """Return the tables of a pass on a device, made on the current stream: other streams must wait for it."""
     roots = space.load(roots_of(field, step, tile, plain="wgsl" in space.provider.dialects))
     return _tables(step, roots, functools.partial(_device_powers, space, field))
@@ -446,17 +446,17 @@ def _device_powers(
     p, values = field.modulus, [start.scale]
     for number in (start.base, base.scale, base.base):
         squares = [number]
-        for _ in range(passes.LADDER - 1):
+        for _ in range(programs.LADDER - 1):
             squares.append(squares[-1] ** 2 % p)
         values += squares
     ladder = space.load(_words_of(field, [value * montgomery_radix(field) % p for value in values]))
     numbers = (rows, log_count, steps, log_unit, int(start.by_bits), int(start.base != 1), int(base.scale != 1))
     blocks = -(-(1 << rows + log_count - steps) // BLOCK)
-    launch(space, passes.powers_source(field), "ntt_powers", blocks, BLOCK, (table, ladder), *numbers)
+    launch(space, programs.powers_source(field), "ntt_powers", blocks, BLOCK, (table, ladder), *numbers)
     return table
 
 
-def roots_of(field: Field, step: Pass, tile: passes.Tile, *, plain: bool = False) -> Words:
+def roots_of(field: Field, step: Pass, tile: programs.Tile, *, plain: bool = False) -> Words:
     """Return the roots of a pass: rows / 2 factors w, in Montgomery form; if has_quotients, w and floor(w R / p).
 
     `plain` roots, for WGSL, have no quotients and the same order for every field. For Goldilocks in C, [(radix + k)
@@ -471,7 +471,7 @@ def roots_of(field: Field, step: Pass, tile: passes.Tile, *, plain: bool = False
         return by_level
     p, radix, count = field.modulus, montgomery_radix(field), max(1, step.rows // 2)
     roots = powers(1, step.root, count, p)
-    if passes.has_quotients(field) and not plain:
+    if programs.has_quotients(field) and not plain:
         factors, quotients = _words_of(field, roots), _words_of(field, [(w * radix) // p for w in roots])
         words = np.stack((factors, quotients), axis=1)
     else:
