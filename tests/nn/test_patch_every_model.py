@@ -79,7 +79,7 @@ def test_it_equals_the_unpatched_model(name, kind):
     assert_same(outcome(model, inputs), before[0])
 
 
-@pytest.mark.sample(48, 8)
+@pytest.mark.sample(48, 16)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=IDS)
 def test_a_graph_takes_its_step_or_the_table_says_why_not(name, kind):
@@ -169,7 +169,7 @@ def bad(model, inputs):
     yield inputs
 
 
-@pytest.mark.sample(48, 8)
+@pytest.mark.sample(48, 16)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=IDS)
 def test_bad_input_gives_what_it_gives_without_patch(name, kind):

@@ -320,7 +320,7 @@ def test_without_memory_for_a_room_the_model_runs_as_it_was(monkeypatch):
     assert both[1].report.graphs["replayed"] > BEFORE
 
 
-@pytest.mark.sample(40, 8)
+@pytest.mark.sample(40, 16)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", sorted(TINY["causal"]))
 def test_every_causal_model_generates_what_it_did(name):

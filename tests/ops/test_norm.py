@@ -138,6 +138,7 @@ def test_float32_weights_beside_low_precision(dtype, width, interpreted):
     torch.testing.assert_close(bias.grad, exact[2].grad.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", [ops.layer_norm, ops.rms_norm])
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

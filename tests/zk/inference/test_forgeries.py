@@ -156,7 +156,7 @@ def test_constants_are_bound_to_the_commitment(honest, monkeypatch):
 
 
 # --- every byte ------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("what", ["proof", "commitment"])
 def test_every_byte(honest, what, rng, monkeypatch):
     """A bit of each byte: of what a tree reads, whose reading alone is repeated, and of all messages before."""
