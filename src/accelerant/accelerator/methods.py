@@ -161,25 +161,21 @@ def tensors_of(result: Results) -> Tensors:
 
 @dataclass(frozen=True, slots=True)
 class ArrayMethod:
-    """One operation on arrays.
+    """One operation on arrays; `run` takes tensors of one device.
 
     Attributes:
-        run: on tensors of one device.
-        merge: how several calls become one. "elements": elementwise, flattened arguments are concatenated; "rows":
-            each row (last dimension) by itself; "first": each entry of the first dimension by itself; "stack": calls
-            of one shape are stacked; None: not merged.
+        merge: how several calls become one: "elements" are concatenated flat, "rows" along rows, "first" along the
+            first dimension, "stack" stacks calls of one shape; None: not merged.
         joined: number of arguments that are joined, the first ones; calls that become one share the others.
         example: makes random arguments and options for Accelerator.benchmark, from a device and a number of rows.
-        flops: operations of a call, from the tensors, the first result and the options.
+        flops: operations of a call, from the tensors, the first result and the options; per_s: an H200's of a second.
         integers: dtypes of the arguments that are integers, by position.
         prepare: converts an argument before it is moved, from its value, its name and the call's options.
         whole: whether a call, by its tensors and options, is never split into batches of rows.
         is_op: `run` is a public op, which computes shapes and dtypes on torch's meta device.
         dimensions: of the first argument of calls that can be joined; None for any number.
         scratch: whether a call allocates more than its result and statistics of rows.
-        uneven: whether results on a CPU depend on an element's place in the tensor: torch's kernels compute the last
-            elements, fewer than a vector, by another approximation. There calls that become one run in turn.
-        per_s: operations a second of an H200, as `flops` counts them.
+        uneven: whether results on a CPU depend on an element's place in the tensor; calls that become one run in turn.
     """
 
     run: Callable[..., Results]

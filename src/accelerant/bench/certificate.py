@@ -72,9 +72,8 @@ class CertifiedDevice:
 class CertificateRow:
     """One op in one dtype, or over one field or curve, on one device, by the `implementation` that the ledger names.
 
-    `error` is relative to the result's largest element if that is above 1; `tolerance` is relative and absolute, both 0
-    where results must be equal; `of_tolerance`, the largest share of it, is above 1 where a row is wrong. `left_out`
-    are cases that a quick certificate leaves out; `note` has what was found, or the reason why a row is not served.
+    `error` is relative to the result's largest element if that is above 1; `of_tolerance`, the largest share of the
+    tolerance, is above 1 where a row is wrong. `left_out` are cases that a quick certificate leaves out.
     """
 
     op: str

@@ -487,9 +487,8 @@ def plan(
 ) -> list[PlannedCase]:  # fmt: skip
     """Return the cases in the order of measurement; the first of `dtypes`, by default each case's own, has all peers.
 
-    Further dtypes omit torch.compile and have less than `budget_s` seconds of calls behind a figure; a float32 among
-    them omits all peers but torch. `sweep` (numbers of elements) has torch and torch.compile, odd sizes torch;
-    requested `sizes` are measured in every dtype with all peers, see `sized`.
+    Further dtypes omit torch.compile and have less than `budget_s` seconds of calls behind a figure. `sweep` (numbers
+    of elements) has torch and torch.compile, odd sizes torch; `sizes` are measured in every dtype, see `sized`.
     """
     ops = list(names) or list(OPS)
     first = dtypes[0] if dtypes else None

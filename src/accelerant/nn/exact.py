@@ -115,12 +115,8 @@ class ExactNetwork(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """Map int8 x (..., *input_shape) to int8, exactly; or real numbers to real ones, of x's dtype.
 
-        Returns:
-            (..., outputs), or (..., outputs, height, width) where an image has more than one pixel.
-
-        Raises:
-            UnsupportedDtype: neither int8 nor real numbers.
-            ShapeError: the last dimensions are not input_shape.
+        Returns (..., outputs), or (..., outputs, height, width) where an image has more than one pixel.
+        UnsupportedDtype: neither int8 nor real numbers. ShapeError: the last dimensions are not input_shape.
         """
         if x.dtype != torch.int8 and not x.is_floating_point():
             raise UnsupportedDtype(f"x must be int8 or real numbers, got {x.dtype}")

@@ -367,18 +367,11 @@ class RecurrentLayer(nn.RNNBase):
         initialize(input_size, hidden_size, num_layers, device=device, dtype=dtype, **options)
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:
-        """Process sequences. Packed ones, and projections (proj_size), run by torch's functions.
+        """Process sequences (T, B, input_size), or (B, T, input_size) with batch_first; return y and the last state.
 
-        Args:
-            input: (T, B, input_size), or (B, T, input_size) with batch_first.
-            hx: initial h, (num_layers directions, B, hidden_size); of LSTM h and c; None for zeros.
-
-        Returns:
-            y (T, B, directions hidden_size), or (B, T, ...) with batch_first, and the state after the last step.
-
-        Raises:
-            ShapeError: the input or a state has another shape.
-            UnsupportedDtype: the input or a state has another dtype than the parameters.
+        `hx` is the initial h (num_layers directions, B, hidden_size), of LSTM h and c; None for zeros. y has directions
+        hidden_size features. Packed sequences, and projections (proj_size), run by torch's functions. ShapeError or
+        UnsupportedDtype: another shape, or a dtype other than the parameters'.
         """
         if self.proj_size or isinstance(input, PackedSequence):
             return super().forward(input, hx)

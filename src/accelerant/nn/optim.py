@@ -1,17 +1,11 @@
 """AdamW, Adam and SGD that update all parameters in one launch, and clipping by the global norm.
 
-They are used as torch's are, and state dictionaries are interchangeable with torch's in both directions; every other
-name of torch.optim (RMSprop, lr_scheduler, ...) is torch's:
-
-    optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0)
-    loss.backward()
-    optimizer.step()            # norm, clipping and update, without synchronizing with the device
-    optimizer.grad_norm         # norm before clipping, on the device
+They are used as torch's are, and state dictionaries are interchangeable in both directions; every other name of
+torch.optim is torch's. `optimizer.grad_norm` is the norm before clipping, on the device: nothing waits for it.
 
 Under CUDA graph capture, run at least one step before the capture so that the state exists. Each replay then counts a
-step on the device. The hyperparameters of the parameter groups live on the device too: a learning rate in a float32
-tensor is read at each replay (schedulers fill it in place); after changing a plain number, call `refresh()` before the
-replay.
+step on the device. A learning rate in a float32 tensor is read at each replay (schedulers fill it in place); after
+changing a plain number, call `refresh()` before the replay.
 """
 
 from __future__ import annotations
@@ -147,9 +141,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the result of `closure`, which re-evaluates the model.
 
-        Raises:
-            ConfigError: sparse gradients; the first step inside a graph capture; clipping over several devices.
-            ShapeError, UnsupportedDtype: a gradient does not match its parameter.
+        Raises ConfigError for sparse gradients, the first step inside a graph capture, and clipping over several
+        devices; ShapeError or UnsupportedDtype for a gradient that does not match its parameter.
         """
         loss = None
         if closure is not None:

@@ -351,9 +351,8 @@ def _require_at_most(most: int, size: int) -> None:
 class Connections:
     """The open connections of a server, at most `most`, and `most_of_one` of the strangers of one address.
 
-    A stranger has shown no valid key on this connection. When there are too many, the one that ends is a stranger's, of
-    the address that has most, which has been silent for longest; then one with a key and no request in progress. Where
-    none can end, a `reserve` remains, on which strangers get health alone.
+    A stranger has shown no valid key. When there are too many, the stranger ends that has been silent for longest, of
+    the address that has most; then one with a key and no request in progress. A `reserve` remains for health alone.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:

@@ -79,21 +79,16 @@ def _sizes(inputs: Arrays, parameters: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """An operation of the service, and the type of its jobs.
+    """An operation of the service, and the type of its jobs; its name is also that of its model in KServe's protocol.
 
     Attributes:
-        name: also that of its model in KServe's protocol.
-        summary: one line.
         scope: which API keys may call it, one of SCOPES.
-        inputs, outputs: tensors.
         parameters: model that validates the parameters.
         run: computes the outputs, in a worker.
         cost: rough seconds.
-        check: raises an AccelerantError for inputs that `run` would refuse, in the server; nothing by default, where
-            the library parses the bytes.
+        check: raises an AccelerantError, in the server, for inputs that `run` would refuse.
         result_bytes: size of the outputs; by default that of the inputs.
-        place: returns what the settings add to the parameters for the worker, such as the folder of a model.
-        placed: the names of that.
+        place: returns what the settings add to the parameters for the worker, named by `placed`: a model's folder.
         elementwise: whether calls with equal parameters, whose inputs all have one shape but for the first axis, may be
             joined along this axis and run as one.
         resumable: whether a job that was interrupted may go on from what it left in its folder.

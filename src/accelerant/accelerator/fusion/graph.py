@@ -224,9 +224,9 @@ Slope = Callable[[Expr, tuple[Expr, ...], Expr], Slopes]
 class Op(NamedTuple):
     """An operation: its text in Triton and in C ({0}, {1} are the arguments), torch's function, and its derivative.
 
-    The text in C is that of float32; `integers` is that of integers where it differs ({T} is the type, {U} the unsigned
-    one, which wraps). Without a text in Triton torch runs it there. `slope` takes the result, the arguments and the
-    gradient of the result, and returns that of each argument.
+    `integers` is the text in C of integers where it differs ({T} is the type, {U} the unsigned one, which wraps).
+    Without a text in Triton torch runs it there. `slope` takes the result, the arguments and the gradient of the
+    result.
     """
 
     triton: str

@@ -58,10 +58,7 @@ from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize, tokeniz
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.history import History, RunFolder, RunLock, StepRecord, build_report
-from accelerant.nn.train.objective import (
-    Evaluation,
-    autocast,
-)
+from accelerant.nn.train.objective import Evaluation, autocast
 from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.tokens import ByteTokenizer, Tokenizer, Tokens, load_bpe, load_exported
 from accelerant.nn.train.trainer import Trainer

@@ -70,11 +70,10 @@ def described(params: Sequence[Tensor]) -> str:
 
 @dataclass(slots=True)
 class _Table:
-    """A table whose gradient is summed in two parts.
+    """A table whose gradient is summed in two parts; each process looks up `count` rows of `dtype`.
 
-    `count` and `dtype` are of the rows that each process looks up. One whose step looks up others sums a whole gradient
-    as the first part, and sends zeros; outside of captured steps, no later step has two parts then. `split` says
-    whether the first part was taken in this step; `rows` holds rows and tokens until they are gathered.
+    A process whose step looks up others sums a whole gradient as the first part, and sends zeros; outside of captured
+    steps, no later step has two parts then. `rows` holds rows and tokens until they are gathered.
     """
 
     index: int
@@ -103,11 +102,9 @@ class _Bucket:
 class GradientReduction:
     """Sums gradients over the processes, in buckets that overlap the backward pass.
 
-    Every process reduces every bucket in each step, in the same order. The first step's buckets follow the reversed
-    order of the parameters, later ones the order in which rank 0's backward pass finished them. A parameter that some
-    process did not use has a gradient of zeros there; `.grad` of one that none used stays None. float64 and complex
-    gradients keep their dtype. `frozen` says that which parameters are used no longer changes, as in a captured step:
-    processes need not tell each other.
+    Every process reduces every bucket in each step, in the same order: in the first step the parameters' reversed,
+    later that of rank 0's backward pass. A parameter that some process did not use has a gradient of zeros there;
+    `.grad` of one that none used stays None. `frozen`: which ones are used no longer changes, as in a captured step.
     """
 
     def __init__(

@@ -136,9 +136,8 @@ class JobState(StrEnum):
 class JobRequest:
     """A validated request: its parameters are JSON, and shapes and dtypes of its inputs have been checked.
 
-    `priority` orders the requests of one key, the highest first; queues are fair between keys. `deadline_s` counts from
-    now (None: the settings' for calls, none for jobs); `cost_s` estimates the seconds it takes, by which batches of
-    short calls are cut; `kind` is `merge_kind`'s where it is known already.
+    `priority` orders the requests of one key. `deadline_s` counts from now (None: the settings' for calls, none for
+    jobs); `cost_s` estimates its seconds; `kind` is `merge_kind`'s where it is known already.
     """
 
     operation: str
