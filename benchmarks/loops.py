@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from accelerant.bench.record import COMPILED, EAGER, OURS, Row, failure_note
-from accelerant.bench.runtime import Task, compile_first, measure_quietly
 from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
+from accelerant.bench.suites import Task, compile_first, measure_quietly
 from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.config import override

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from accelerant import distributed, ops
 from accelerant.bench.record import DEVICE, OURS
-from accelerant.bench.runtime import size_name
+from accelerant.bench.suites import size_name
 from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.language_model import Decoding, Sampling

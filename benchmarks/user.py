@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from accelerant import ops
-from accelerant.bench import algebra
+from accelerant.bench import suites
 from accelerant.bench.neural_cases import OpCase, Oracle, as_tuple, call_of, for_cpu, leaves_of
 from accelerant.bench.record import OURS, Row, failure_note
-from accelerant.bench.runtime import Task, compile_first, compiling, measure_quietly
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
+from accelerant.bench.suites import Task, compile_first, compiling, measure_quietly
 from accelerant.bench.timer import (
     Timing,
     back_to_back_ms,
@@ -324,14 +324,14 @@ def _measure_add(n: int, this: _UserRun) -> None:
     """Measure field_add of plain tensors; the target is a share of its kernel's rate."""
     from accelerant import zk
 
-    x, y = algebra.operands(n)
+    x, y = suites.operands(n)
     a, b = (torch.from_numpy(words).to(this.where) for words in (x, y))
-    kernel = algebra.kernel_launch(this.run.device, a, b)
+    kernel = suites.kernel_launch(this.run.device, a, b)
     alone = time_ms(kernel, this.where, budget_s=this.suite.budget_s).p50_ms
     target = alone / _RATE if n > 1 << 20 else None
     row = this.row(f"goldilocks {n:,} words", target=target, bytes=24 * n, note=f"its kernel alone {alone:.4g} ms")
     add = zk.field("goldilocks").add
-    this.add_exact(row, lambda: add(a, b), lambda z: algebra.first_wrong(x, y, z))
+    this.add_exact(row, lambda: add(a, b), lambda z: suites.first_wrong(x, y, z))
 
 
 _FIRST_CALL = """

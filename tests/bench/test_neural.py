@@ -13,8 +13,8 @@ from accelerant.bench.neural import NeuralSuite
 from accelerant.bench.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
 from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, BenchmarkRecord, Environment, Journal, Row
 from accelerant.bench.report import build_report, roofline
-from accelerant.bench.runtime import groups_of, precompile
 from accelerant.bench.suite import SuiteRun, measure_cases
+from accelerant.bench.suites import groups_of, precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, SampleInput

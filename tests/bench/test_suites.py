@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench import BenchmarkRecord, Environment, Row, algebra, neural, runtime, timer
-from accelerant.bench.algebra import AlgebraSuite
-from accelerant.bench.runtime import BandwidthSuite, RuntimeSuite
+from accelerant.bench import BenchmarkRecord, Environment, Row, neural, suites, timer
 from accelerant.bench.suite import SuiteCase, SuiteRun, measure_cases, run_suite, same_on_cpu
+from accelerant.bench.suites import AlgebraSuite, BandwidthSuite, RuntimeSuite
 from accelerant.bench.timer import cpu_time_ms
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, SampleInput
@@ -61,20 +60,20 @@ def test_bandwidth_counts_no_copy_that_brings_other_bytes(cpu, monkeypatch):
     def wrong(array, device):
         return SimpleNamespace(result=lambda: torch.roll(array, 1))
 
-    monkeypatch.setattr(runtime, "copy_async", wrong)
+    monkeypatch.setattr(suites, "copy_async", wrong)
     with pytest.raises(AccelerantError, match="by copy_async: other bytes came than were sent"):
         run_suite(BandwidthSuite(size=("4096",), budget_s=0.0), cpu)
 
 
 def test_sizes_are_read_and_named():
-    assert runtime.parse_sizes(["1MiB", " 64 kib", "3", "1GiB", "1MiB"]) == (3, 2**16, 2**20, 2**30)
-    assert [runtime.size_name(size) for size in (3, 2**16, 3 * 2**20, 2**30)] == ["3 B", "64 KiB", "3 MiB", "1 GiB"]
+    assert suites.parse_sizes(["1MiB", " 64 kib", "3", "1GiB", "1MiB"]) == (3, 2**16, 2**20, 2**30)
+    assert [suites.size_name(size) for size in (3, 2**16, 3 * 2**20, 2**30)] == ["3 B", "64 KiB", "3 MiB", "1 GiB"]
 
 
 @pytest.mark.parametrize("text", ["", "1MB", "0", "-1MiB", "1.5GiB", "MiB"])
 def test_what_is_no_size_is_named(text):
     with pytest.raises(ConfigError, match="wanted sizes like 64KiB"):
-        runtime.parse_sizes(["1MiB", text])
+        suites.parse_sizes(["1MiB", text])
 
 
 def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
@@ -84,7 +83,7 @@ def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
 
 # --- algebra ---------------------------------------------------------------------------------------------------------
 def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
-    monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
+    monkeypatch.setattr(suites, "_CPU_SIZES", (4096,))
     record = run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu)
     assert [(row.op, row.runner) for row in record.rows] == [
         ("field_add", "accelerant"), ("field_add", "torch"), ("field_add", "numpy"), ("field_add kernel", "accelerant"),
@@ -96,23 +95,23 @@ def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
 
 def test_the_peers_of_the_field_are_exact():
     p = field_of("goldilocks").modulus
-    x, y = algebra.operands(5000)
-    assert np.array_equal(x, algebra.operands(5000)[0])  # the same in every run
+    x, y = suites.operands(5000)
+    assert np.array_equal(x, suites.operands(5000)[0])  # the same in every run
     exact = [(a + b) % p for a, b in zip(x.tolist(), y.tolist(), strict=True)]
     assert {0, 1, p - 1} <= set(x.tolist())
-    assert algebra._numpy_add(x, y).tolist() == exact
-    signed = algebra._torch_add(*(torch.from_numpy(each).view(torch.int64) for each in (x, y)))
+    assert suites._numpy_add(x, y).tolist() == exact
+    signed = suites._torch_add(*(torch.from_numpy(each).view(torch.int64) for each in (x, y)))
     assert signed.view(torch.uint64).tolist() == exact
 
 
 @pytest.mark.slow
 def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkeypatch):
-    monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
-    monkeypatch.setattr(algebra, "_numpy_add", lambda x, y: x + y)
+    monkeypatch.setattr(suites, "_CPU_SIZES", (4096,))
+    monkeypatch.setattr(suites, "_numpy_add", lambda x, y: x + y)
     row = next(row for row in run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu).rows if row.runner == "numpy")
     assert row.p50 is None
     assert "field_add by numpy" in row.note
-    monkeypatch.setattr(algebra, "_add", lambda x, y: x)
+    monkeypatch.setattr(suites, "_add", lambda x, y: x)
     with pytest.raises(AccelerantError, match="field_add by accelerant"):
         run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu)
 
@@ -120,7 +119,7 @@ def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkey
 # --- runtime ---------------------------------------------------------------------------------------------------------
 def test_streaming_is_measured_beside_the_same_chunks_in_sequence(cpu):
     record = BenchmarkRecord(Environment.of(cpu))
-    rows = runtime._streaming(SuiteRun(cpu, record), 0.0)
+    rows = suites._streaming(SuiteRun(cpu, record), 0.0)
     assert {"host to device GB/s", "device to host GB/s"} <= set(record.ceilings)
     assert [(row.op, row.runner, row.unit, row.better) for row in rows] == [
         ("stream", "accelerant", "ms", "lower"),
@@ -138,9 +137,9 @@ def test_a_stream_that_computes_something_else_is_an_error(cpu, monkeypatch):
         out.fill_(1.0)
         return ChunkedRun()
 
-    monkeypatch.setattr(runtime, "stream_chunks", wrong)
+    monkeypatch.setattr(suites, "stream_chunks", wrong)
     with pytest.raises(AccelerantError, match="stream_chunks: relative error"):
-        runtime._streaming(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu))), 0.0)
+        suites._streaming(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu))), 0.0)
 
 
 class SmallAccelerator:
@@ -174,9 +173,9 @@ class SmallAccelerator:
 
 
 def test_the_gain_of_a_batch_is_single_calls_over_merged_ones(monkeypatch, cpu):
-    monkeypatch.setattr(runtime, "_BATCH_CALLS", 32)
+    monkeypatch.setattr(suites, "_BATCH_CALLS", 32)
     run = SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)), accelerator=SmallAccelerator)
-    rows = {(row.op, row.runner): row for row in runtime._batches(run, 0.0)}
+    rows = {(row.op, row.runner): row for row in suites._batches(run, 0.0)}
     merged, single, gain = rows["batch", "accelerant"], rows["batch", "one by one"], rows["batch gain", "accelerant"]
     assert single.p50 > 3.2  # 32 calls of at least 0.1 ms
     assert gain.p50 == pytest.approx(single.p50 / merged.p50)
@@ -190,7 +189,7 @@ def test_a_batch_that_differs_is_an_error(cpu):
         scale = 2.0
 
     with pytest.raises(AccelerantError, match=r"batch\(\) gave something else than single calls"):
-        runtime._batches(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)), accelerator=Wrong), 0.0)
+        suites._batches(SuiteRun(cpu, BenchmarkRecord(Environment.of(cpu)), accelerator=Wrong), 0.0)
 
 
 # --- the CPU column --------------------------------------------------------------------------------------------------

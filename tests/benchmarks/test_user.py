@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 
 import accelerant.ops
-from accelerant.bench import BenchmarkRecord, Environment, Row, algebra
+from accelerant.bench import BenchmarkRecord, Environment, Row, suites
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
@@ -64,7 +64,7 @@ def test_a_wrong_result_of_ours_is_an_error(cpu, tiny, monkeypatch):
     monkeypatch.setattr(accelerant.ops, "gelu", lambda x: F.gelu(x) + 1)
     with pytest.raises(AccelerantError, match=r"gelu 2x8 float32 forward .*: wrong: relative error"):
         run_suite(UserSuite(op=("gelu",), budget_s=0.0).resolve(cpu), cpu)
-    monkeypatch.setattr(algebra, "first_wrong", lambda *_: "1 of 4 sums are wrong")
+    monkeypatch.setattr(suites, "first_wrong", lambda *_: "1 of 4 sums are wrong")
     with pytest.raises(AccelerantError, match=r"field_add goldilocks .*: 1 of 4 sums are wrong"):
         run_suite(UserSuite(op=("field_add",), budget_s=0.0).resolve(cpu), cpu)
 
@@ -102,7 +102,7 @@ def test_texts_choose_cases_and_the_rows_of_a_baseline(cpu):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_after_caches_are_filled_in_processes(cpu, tiny, tmp_path, capsys, monkeypatch):
-    from accelerant.bench import runtime
+    from accelerant.bench import suites
 
     groups = []
 
@@ -110,7 +110,7 @@ def test_a_run_is_resumed_after_caches_are_filled_in_processes(cpu, tiny, tmp_pa
         groups.extend(tasks)
         return "1 of 2 groups of cases were not precompiled"
 
-    monkeypatch.setattr(runtime, "precompile", fill)
+    monkeypatch.setattr(suites, "precompile", fill)
     command = ["--device", "cpu", "--budget-seconds", "0", "--json", "--out", str(tmp_path), "--workers", "2"]
     kept = []
     for more in (["--op", "gelu"], ["--op", "gelu", "--op", "attention", "--resume"]):

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import commands
-from accelerant.bench import BenchmarkRecord, algebra, runtime
-from accelerant.bench.algebra import AlgebraSuite
+from accelerant.bench import BenchmarkRecord, suites
 from accelerant.bench.neural import NeuralSuite
-from accelerant.bench.runtime import BandwidthSuite, RuntimeSuite
+from accelerant.bench.suites import AlgebraSuite, BandwidthSuite, RuntimeSuite
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
@@ -27,9 +26,9 @@ status = functools.partial(commands.status, "bench")
 @pytest.fixture
 def small(monkeypatch):
     """Suites of few and small cases."""
-    monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
-    monkeypatch.setattr(runtime, "default_sizes", lambda gpu: (4096, 65536))
-    monkeypatch.setattr(runtime, "_compiles", lambda device: [])
+    monkeypatch.setattr(suites, "_CPU_SIZES", (4096,))
+    monkeypatch.setattr(suites, "default_sizes", lambda gpu: (4096, 65536))
+    monkeypatch.setattr(suites, "_compiles", lambda device: [])
 
 
 def edited(path, change):

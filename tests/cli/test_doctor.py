@@ -9,7 +9,7 @@ import pytest
 
 import commands
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.algebra import first_wrong
+from accelerant.bench.suites import first_wrong
 from accelerant.cli import doctor_checks as doctor
 from accelerant.config import override
 from accelerant.runtime import registry

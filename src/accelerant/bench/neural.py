@@ -46,9 +46,9 @@ from accelerant.bench.neural_cases import (
     work_of,
 )
 from accelerant.bench.record import OURS, OUT_OF_MEMORY, Row, failure_note
-from accelerant.bench.runtime import Task, compile_first, compiling, groups_of, own_kernels, precompile
 from accelerant.bench.subjects import OPS, naive, numpy_call
 from accelerant.bench.suite import SuiteCase, SuiteRun, check_names, dtypes_named, option
+from accelerant.bench.suites import Task, compile_first, compiling, groups_of, own_kernels, precompile
 from accelerant.bench.timer import first_ms, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost, OutOfMemory

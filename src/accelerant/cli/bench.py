@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _SUITES = {
     "neural": "accelerant.bench.neural:NeuralSuite",
-    "algebra": "accelerant.bench.algebra:AlgebraSuite",
-    "runtime": "accelerant.bench.runtime:RuntimeSuite",
-    "bandwidth": "accelerant.bench.runtime:BandwidthSuite",
+    "algebra": "accelerant.bench.suites:AlgebraSuite",
+    "runtime": "accelerant.bench.suites:RuntimeSuite",
+    "bandwidth": "accelerant.bench.suites:BandwidthSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 

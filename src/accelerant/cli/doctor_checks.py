@@ -31,8 +31,8 @@ import torch
 
 from accelerant._version import __version__
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.algebra import first_wrong, operands
 from accelerant.bench.record import environment_variable, installed_version
+from accelerant.bench.suites import first_wrong, operands
 from accelerant.config import settings
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
