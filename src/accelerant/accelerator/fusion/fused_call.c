@@ -1,4 +1,4 @@
-// Compares NumPy's arrays of a call with those of a plan, and computes. `p` is the plan (host.py): a tuple's head and
+// Compares NumPy's arrays of a call with those of a plan, and computes. `p` is the plan (recorder.py): a tuple's head and
 // length, the table, ... PyArrayObject is part of NumPy's public interface: data, nd, dimensions, strides, base, descr.
 __attribute__((visibility("default"))) int acl_run_fused(i64, i64, i64, i64, i32, i32, i32, void *);
 __attribute__((visibility("default"))) int fused_call(const i64 *p, const char *args, const char *out) {
