@@ -54,7 +54,7 @@ def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device, gated: b
         return Int8Tile(16 if M <= 16 else 64, 64, 64, 4, 3)
     if M <= 16:  # few outputs in small tiles, so that there are programs enough
         return Int8Tile(16, 64, 128, 4, 4) if N > 8192 else Int8Tile(16, 32, 256, 4, 4)
-    return Int8Tile(64, 64, 64, 4, 5) if M <= 64 else Int8Tile(128, 64 if gated else 128, 64, 8, 4)
+    return Int8Tile(64, 64, 128, 4, 4) if M <= 64 else Int8Tile(128, 64 if gated else 128, 64, 8, 4)
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def planes_plan(M: int, N: int, device: torch.device, gated: bool) -> Int8Tile:
         return few if N <= 8192 else Int8Tile(8, 64, 256, 4, 3)
     if M <= 64:
         return Int8Tile(16, 32, 256, 4, 4) if M <= 16 else Int8Tile(32, 64, 128, 4, 4)
-    return Int8Tile(64, 64 if gated else 128, 128, 8, 3)
+    return Int8Tile(128 if M >= 512 else 64, 64 if gated else 128, 128, 8, 3)
 
 
 def linear(

@@ -556,9 +556,8 @@ _MANY_ROWS = 128
 
 def _best_exact(x: Tensor, weight: Tensor) -> bool:
     """Return whether the products whose rows do not depend on one another are the fastest, too."""
-    if weight.dtype == torch.uint8:
-        return x.is_cuda
-    return weight.dtype == torch.int8 and x.is_cuda and 1 < x.shape[0] < _MANY_ROWS and takes_planes(x)
+    few = x.is_cuda and x.shape[0] < _MANY_ROWS
+    return few and (weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and len(x) > 1 and takes_planes(x)))
 
 
 def _normalized(norm: RMSNorm | None, x: Tensor, invariant: bool) -> Tensor:

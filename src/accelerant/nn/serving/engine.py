@@ -266,7 +266,10 @@ class Engine:
         self._ahead = (
             self._captures and not speculate and share is None
         )  # whether a step is queued before the last one's tokens are read
-        self._drawn = torch.zeros(max_batch_tokens, dtype=torch.int64, device=self._device)
+        self._vocabulary: int = model.config.vocab_size
+        size = self._vocabulary + max_batch_tokens if self._ahead else 0
+        self._tokens = torch.arange(size, device=self._device)  # each is itself; then those that the last step drew
+        self._tokens[self._vocabulary :] = 0
         self._unread: tuple[list[Row], Drawn] | None = None
         self._graphs: dict[StepShape, tuple[Tensor, Graph, Tensor]] = {}
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
@@ -502,7 +505,7 @@ class Engine:
                 if not sequence.drafts:
                     sequence.computed = row.begin + row.count
                     if row.samples:
-                        sequence.drawn, sequence.length = at, sequence.length + 1
+                        sequence.drawn, sequence.length = self._vocabulary + at, sequence.length + 1
                     self._scheduler.name_blocks(sequence)
                 at += row.samples
 
@@ -565,7 +568,7 @@ class Engine:
             logits = self._score_prompts(rows, logits)
         samples = [(row.sequence, row.first + at) for row in rows for at in range(row.samples)]
         if not samples:
-            return Drawn(self._drawn[:0])
+            return Drawn(self._tokens[:0])
         wanted = [sequence.request.logprobs for sequence, _ in samples if sequence.request.logprobs is not None]
         drawn = draw_tokens(
             logits[: len(samples)],
@@ -577,7 +580,8 @@ class Engine:
             [(sequence.tokens[:position], sequence.prompt) for sequence, position in samples],
             max(wanted, default=None),
         )  # fmt: skip
-        self._drawn[: len(samples)].copy_(drawn.on_device)
+        if self._ahead:
+            torch.clamp(drawn.on_device, min=0, out=self._tokens[self._vocabulary :][: len(samples)])
         return drawn
 
     @staticmethod
@@ -607,7 +611,7 @@ class Engine:
         model: Any = self.model
         ids, positions, batch, scored = shape.views(buffer, invariant=not self.fast)
         if self._ahead:
-            ids = torch.where(ids < 0, self._drawn[(-1 - ids).clamp_(min=0)].clamp_(min=0), ids)
+            ids = self._tokens[ids]
         hidden = model.forward_paged(ids, positions, self._cache, batch)
         hidden = hidden if shape.single else hidden.index_select(0, scored)
         logits: Tensor = model.score(hidden, invariant=not self.fast)

@@ -102,8 +102,9 @@ def draw_tokens(
         ids[rows] = _choose(
             logits[rows], [samplings[row] for row in members], [uniforms[row] for row in members], width
         )
-    finite = torch.isfinite(raw.amax(-1))  # NaN is the largest of its row
-    ids = torch.where(finite, ids, -1)
+    greedy = set(groups) == {None} and not penalized
+    peaks = raw.gather(-1, ids[:, None])[:, 0] if greedy else raw.amax(-1)  # NaN is the largest of its row
+    ids = torch.where(peaks - peaks == 0, ids, -1)
     if top is None:
         return Drawn(ids)
     return Drawn(ids, *_scores(raw, ids.clamp(min=0), top))

@@ -161,7 +161,7 @@ class Sequence:
         scored: the prompt's tokens before it have their log-probabilities, or need none.
         named: blocks that others can find.
         drafts: proposed tokens that stand after the known ones.
-        drawn: where the last token is among those that the device draws, until the host reads it; None: it is known.
+        drawn: where the device finds the last token, until the host reads it; None: it is known.
     """
 
     request: Any
@@ -404,7 +404,7 @@ class StepShape:
         return 2 * wide + narrow
 
     def fill(self, buffer: np.ndarray, rows: list[Row], block_size: int) -> None:
-        """Write the rows to a buffer of int32; a token that only the device knows as -1 - its place there."""
+        """Write the rows to a buffer of int32; a token that only the device knows as `drawn`."""
         split = 2 * self._sizes[0]
         wide, narrow = buffer[:split].view(np.int64), buffer[split:]
         narrow.fill(0)
@@ -422,7 +422,7 @@ class StepShape:
             starts[r + 1], lengths[r] = at + row.count, end
             ids[at : at + row.count] = sequence.tokens[begin:end]
             if sequence.drawn is not None and end == sequence.length:
-                ids[at + row.count - 1] = -1 - sequence.drawn
+                ids[at + row.count - 1] = sequence.drawn
             if row.count == 1:
                 positions[at] = begin
                 slots[at] = sequence.blocks[begin // block_size] * block_size + begin % block_size

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, Subject, specialized, tolerances
-from accelerant.ops.linear_int4.op import FEW, KERNEL, MANY, PLANES, constants, linear_int4_reference, planes_constants
+from accelerant.ops.linear_int4.op import (
+    DEQUANTIZE,
+    FEW,
+    KERNEL,
+    MANY,
+    PLANES,
+    constants,
+    linear_int4_reference,
+    planes_constants,
+)
 from accelerant.ops.linear_int8.op import Int8Tile
 
 KIND = "plain"
@@ -67,4 +76,5 @@ KERNELS = (
     _planes(Int8Tile(8, 32, 8, 2, 2), zero=True),
     _planes(Int8Tile(16, 64, 4, 4, 3), zero=True),
     _planes(Int8Tile(64, 64, 1, 4, 3), zero=False),
+    Compilation(DEQUANTIZE, {"*": "*fp32", "weight_ptr": "*u8", "y_ptr": "*bf16"}, {"BLOCK": 32}, 4),
 )

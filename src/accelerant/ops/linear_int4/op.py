@@ -13,7 +13,7 @@ from torch.nn import functional
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
 from accelerant.ops._hopper import is_hopper
-from accelerant.ops._launch import ceil_div
+from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.ops._library import (
     autocast_dtype,
     check_dtype,
@@ -31,6 +31,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 GROUP = _rows.GROUP
 KERNEL = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_fwd")
+DEQUANTIZE = TritonKernel("accelerant.ops.linear_int4.triton_kernels", "linear_int4_dequantize")
 PLANES = TritonKernel(
     "accelerant.ops.linear_int4.triton_kernels", "linear_int4_planes", contracts=False, targets=CUDA_TARGETS[1:]
 )
@@ -181,7 +182,28 @@ def _refuses_llvm(case: Case) -> str | None:
 
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
     with torch.no_grad():
-        return _composite(x, weight, scale, zero, bias)
+        if refuses_triton_kernel(Case(x.device, x.dtype, tuple(x.shape))) or not weight.numel():
+            return _composite(x, weight, scale, zero, bias)
+        low_bias = None if bias is None else bias.to(x.dtype)
+        return functional.linear(x, _dequantized(weight, scale, zero, x.dtype), low_bias)
+
+
+def _dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dequantize_int4's weight in a dtype, by one kernel."""
+    N, K = weight.shape[0], 2 * weight.shape[1]
+    y = torch.empty(N, K, dtype=dtype, device=weight.device)
+    dense = (None if each is None else each.contiguous() for each in (weight, scale, zero))
+    DEQUANTIZE.launch((N,), (*dense, y, K), {"BLOCK": min(32, next_power_of_2(K // GROUP))}, num_warps=4)
+    return y
+
+
+_MAX_ROWS = 512
+
+
+def _refuses_triton(case: Case) -> str | None:
+    if case.device.type == "cuda" and case.shape[0] > _MAX_ROWS and case.dtype != torch.float32:
+        return f"products of more than {_MAX_ROWS} rows are left to the library, with a dequantized weight"
+    return refuses_triton_kernel(case)
 
 
 def _composite(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -197,7 +219,7 @@ def _cost(case: Case) -> Cost:
 _fwd: Callable[..., Tensor] = Operation(
     "linear_int4_fwd",
     (
-        Implementation("triton", launch_triton, refuses=refuses_triton_kernel, own=True),
+        Implementation("triton", launch_triton, refuses=_refuses_triton, own=True),
         Implementation("llvm", _llvm_forward, refuses=_refuses_llvm, own=True),
         Implementation("torch", _torch_forward),
     ),

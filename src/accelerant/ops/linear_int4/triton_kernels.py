@@ -68,6 +68,27 @@ def linear_int4_fwd(
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=here[:, None] & (row + lines < M)[None, :])
 
 
+@triton.jit
+def linear_int4_dequantize(weight_ptr, scale_ptr, zero_ptr, y_ptr, K, BLOCK: tl.constexpr):
+    """Write a row of the represented weight."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = K // 128
+    lanes = tl.arange(0, 64)[None, :]
+    for first in range(0, groups, BLOCK):
+        group = first + tl.arange(0, BLOCK)[:, None]
+        inside = group < groups
+        q = tl.load(weight_ptr + row * (K // 2) + group * 64 + lanes, mask=inside, other=0)
+        scale = tl.load(scale_ptr + row * groups + group, mask=inside, other=0.0).to(tl.float32)
+        zero = 8.0
+        if zero_ptr is not None:
+            zero = tl.load(zero_ptr + row * groups + group, mask=inside, other=0.0).to(tl.float32)
+        at = y_ptr + row * K + group * 128 + lanes
+        low = ((q & 15).to(tl.float32) - zero) * scale
+        high = ((q >> 4).to(tl.float32) - zero) * scale
+        tl.store(at, low.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(at + 64, high.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 # --- x in 24-bit integers --------------------------------------------------------------------------------------------
 #
 #     z[m, n] = unit[m] sum_g scale[n, g] (sum_k i[m, k] (q[n, k] - 8) - (zero[n, g] - 8) sum_k i[m, k]) + bias[n]

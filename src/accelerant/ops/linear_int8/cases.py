@@ -85,7 +85,7 @@ KERNELS = (
     _row(launch.STRIP_PLANS[0], "*fp16", bias=True),
     _row(launch.STRIP_PLANS[0], "*fp32"),
     _fwd(launch.SMALL_PLANS["fwd"], bits=False),  # by Turing, too
-    _fwd(Int8Tile(64, 64, 64, 4, 5), gated=True, integers=False, bits=False),
+    _fwd(Int8Tile(64, 64, 128, 4, 4), gated=True, integers=False, bits=False),
     _fwd(Int8Tile(128, 64, 64, 8, 4), gated=True, integers=False, bits=False),
     _fwd(launch.SMALL_PLANS["fwd"], residual=True, integers=False, bits=False),
     *map(_fwd, launch.FEW_PLANS[:2]),
@@ -99,9 +99,13 @@ KERNELS = (
     _planes(Int8Tile(8, 64, 256, 4, 3), gated=True),
     _planes(Int8Tile(32, 64, 128, 4, 4), gated=True),
     _planes(Int8Tile(64, 128, 128, 8, 3)),
-    _planes(Int8Tile(64, 64, 128, 8, 3), gated=True),
+    _planes(Int8Tile(128, 128, 128, 8, 3)),
+    _planes(Int8Tile(128, 64, 128, 8, 3), gated=True),
     _bwd(launch.SMALL_PLANS["bwd"]),
     _bwd(launch.FEW_BACKWARD_PLANS[0]),
     _bwd(launch.SPLIT_PLAN, "*fp32"),
+    Compilation(
+        launch.KERNELS["dequantize"], {"*": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32"}, {"BLOCK": 4096}, 4
+    ),
     Compilation(launch.KERNELS["sum"], {"*": "*fp32", "dx_ptr": "*bf16"}, {"BLOCK": 256}, 2),
 )

@@ -202,7 +202,7 @@ def launch_planes_row(
 
 # --- launches --------------------------------------------------------------------------------------------------------
 
-_NAMES = ("row", "fwd", "dynamic", "planes", "bwd", "sum")
+_NAMES = ("row", "fwd", "dynamic", "planes", "bwd", "sum", "dequantize")
 KERNELS = {  # planes: every tile rounds what it does with its sums in the same way
     name: TritonKernel(
         "accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}", contracts=name != "planes",
@@ -661,7 +661,13 @@ def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 
 def _dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight times its scales in one pass, rounded once; `weight * scale` would write float32 first."""
-    return torch.mul(weight, scale[:, None], out=torch.empty(weight.shape, dtype=dtype, device=weight.device))
+    y = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if not y.numel() or refuses_triton_kernel(Case(y.device, dtype, tuple(y.shape))):
+        return torch.mul(weight, scale[:, None], out=y)
+    K = weight.shape[1]
+    args = (weight.contiguous(), scale.contiguous(), y, K)
+    KERNELS["dequantize"].launch((len(y),), args, {"BLOCK": min(4096, next_power_of_2(K))}, num_warps=4)
+    return y
 
 
 def _integer_product(q: Tensor, weight: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), contiguous
         Integers are exact in every dtype that they are converted to before a product. Sums in float32. Where Triton has
         no integer tensor cores (Turing), dynamic multiplies in float16, each step exactly. bwd of float32 splits dy
         scale into three numbers of bfloat16, 24 bits in all, whose products with the integers are exact.
-Grid:   row: one program per ROWS * BLOCK_N outputs of a row of x, over all of K; 16 weights per thread and load, with
-        ROWS * UNROLL loads in flight before the first is used. fwd, dynamic: one program per tile of y; fwd has the
-        weight as the product's first operand, which tensor cores read from registers, where it was converted. bwd: one
-        program per tile of dx and, for few rows, per part of the sum, in float32; linear_int8_sum adds the parts in
-        order.
+Grid:   dequantize: one program per row. row: one program per ROWS * BLOCK_N outputs of a row of x, over all of K; 16
+        weights per thread and load, with ROWS * UNROLL loads in flight before the first is used. fwd, dynamic: one
+        program per tile of y; fwd has the weight as the product's first operand, which tensor cores read from
+        registers, where it was converted. bwd: one program per tile of dx and, for few rows, per part of the sum, in
+        float32; linear_int8_sum adds the parts in order.
 Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else tensor cores, 2 M N K flops.
 """
 
@@ -28,6 +28,16 @@ from accelerant.ops.linear_gelu.triton_kernels import _blocks, _step, _tile
 def _widened(w):
     """Convert integers to float32 by their bits: conversion instructions, at an eighth of the rate, would bound it."""
     return (w.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0  # 1.5 * 2^23
+
+
+@triton.jit
+def linear_int8_dequantize(weight_ptr, scale_ptr, y_ptr, K, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + row).to(tl.float32)
+    for k in range(0, K, BLOCK):
+        lanes = k + tl.arange(0, BLOCK)
+        w = _widened(tl.load(weight_ptr + row * K + lanes, mask=lanes < K, other=0))
+        tl.store(y_ptr + row * K + lanes, (w * scale).to(y_ptr.dtype.element_ty), mask=lanes < K)
 
 
 @triton.jit
