@@ -369,7 +369,7 @@ def _scalar_rows(
     return rows, leading[:-1], None if checked or known else words, (lambda: None) if checked else check
 
 
-# --- Number-theoretic transforms for users: acl.zk.ntt ---------------------------------------------------------------
+# --- transforms ------------------------------------------------------------------------------------------------------
 
 
 def ntt(

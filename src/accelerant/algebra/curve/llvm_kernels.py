@@ -603,7 +603,7 @@ def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> 
     pair.write(x.get(), y.get())
 
 
-# --- The CPU's curve kernels: LLVM IR of the entries of one curve, in scalar or vector form --------------------------
+# --- kernels ---------------------------------------------------------------------------------------------------------
 
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 

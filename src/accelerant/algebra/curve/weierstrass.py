@@ -418,7 +418,7 @@ def jacobian_add_mixed(curve: Curve[E], p: Jacobian[E], q: Affine[E]) -> Jacobia
     return x3, y3, k.sub(k.sub(k.square(k.add(p[2], h)), zz1), hh)
 
 
-# --- Points as arrays of limbs and as bytes, to and from Python integers ---------------------------------------------
+# --- points as limbs and bytes ---------------------------------------------------------------------------------------
 
 U64 = npt.NDArray[np.uint64]
 PointLayout = Literal["evm", "uncompressed", "compressed"]

@@ -457,7 +457,7 @@ _ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField,
 }
 
 
-# Multi-scalar multiplication on the CPU: buckets of signed digits, filled by affine additions with shared inversions
+# --- sums ------------------------------------------------------------------------------------------------------------
 
 U64 = npt.NDArray[np.uint64]
 

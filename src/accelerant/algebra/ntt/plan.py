@@ -312,7 +312,7 @@ def _halves(x: Sequence[int], w: int, p: int) -> list[int]:
     return [(a + b) % p for a, b in zip(even, odd, strict=True)] + [(a - b) % p for a, b in zip(even, odd, strict=True)]
 
 
-# The programs of transforms in C and WGSL: a pass (kernel.c) for one field, variant and tile, and powers.c
+# --- programs in C and WGSL ------------------------------------------------------------------------------------------
 
 LADDER = 28  # Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points
 _LOG_TURN = 4  # Log2 of the order of Goldilocks's roots that are powers of two, which have order 192
@@ -464,7 +464,7 @@ def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, checke
     return defined(constants) + _files(_DEVICE[dialect], *levels, "kernel.c")
 
 
-# --- The CPU's pass of a transform: LLVM IR for one field and variant, in scalar or vector form ----------------------
+# --- the CPU's pass --------------------------------------------------------------------------------------------------
 
 
 def by_limbs(packed: PackedField) -> bool:

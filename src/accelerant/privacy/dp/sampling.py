@@ -372,7 +372,7 @@ class DrawTracker:
         raise ConfigError(f"{self._seen} rows went through backward passes, the batch has {self._rows}: {remedy}")
 
 
-# --- Poisson sampling -------------------------------------------------------------------------------------------------
+# --- Poisson sampling ------------------------------------------------------------------------------------------------
 
 
 _BITS: Final = 53  # a rate is a multiple of 2^-53, so that float64 holds it exactly

@@ -147,7 +147,7 @@ def in_kind(array: npt.NDArray[Any], origin: Origin) -> Any:
     return library.numpy.asarray(array, dtype=origin.dtype)
 
 
-# --- Numbers of Paillier's plaintexts: fixed point of arrays, as integers and as words, and packed ones --------------
+# --- numbers of Paillier's plaintexts --------------------------------------------------------------------------------
 
 SLOT_BITS, SLOT_VALUE = 31, 2**23
 """Bits of a slot of a packed plaintext, of which the value has 24 (sign included) and additions the others, and the

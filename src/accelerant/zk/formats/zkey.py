@@ -149,7 +149,7 @@ def _multiples(curve: Curve[Any], point: Any) -> set[Any]:
     return found
 
 
-# --- The Groth16 proving key of a circuit: .zkey version 1 -----------------------------------------------------------
+# --- the file --------------------------------------------------------------------------------------------------------
 
 _PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)
 _NAMES = {

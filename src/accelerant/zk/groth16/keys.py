@@ -266,7 +266,7 @@ def _device_source(field: Field) -> KernelSource:
     return KernelSource(name=f"groth16_{field.name}", dialects=dialects, entries=_DEVICE_ENTRIES)
 
 
-# Proving keys: their interface, the choice of the device, timings of stages, and the key in the memory of the CPU
+# --- proving keys ----------------------------------------------------------------------------------------------------
 
 ProgressCallback = Callable[[str], None]
 

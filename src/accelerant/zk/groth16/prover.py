@@ -309,7 +309,7 @@ def _sum(curve: Curve[Any], *points: U64) -> U64:
     return total
 
 
-# --- Compilation of a first proof's CPU kernels in two processes -----------------------------------------------------
+# --- kernels of a first proof, compiled in two processes -------------------------------------------------------------
 
 _PROGRAM = "import sys; from accelerant.zk.groth16.prover import work; work(sys.argv[1], int(sys.argv[2]))"
 

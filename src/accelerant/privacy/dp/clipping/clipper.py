@@ -292,7 +292,7 @@ def undisturbed(model: nn.Module) -> Generator[None]:
                     buffer.copy_(value)
 
 
-# PerExampleClipper: attaches to a model, receives its layers' contributions, and runs its backward passes
+# --- the clipper -----------------------------------------------------------------------------------------------------
 
 LEAST_NORM, LARGEST_NORM = 1e-10, 1e30  # bounds of max_grad_norm, of one layer too (see launch.unresolved)
 

@@ -648,7 +648,7 @@ class _ConvRule(LayerRule):
         return _convolve(to_autocast(x), module.weight, module.bias, windows, self.sink, examples)
 
 
-# --- Recurrent layers and torch.nn.MultiheadAttention, which use their parameters by functions of their own ----------
+# --- recurrent layers ------------------------------------------------------------------------------------------------
 
 _Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # Matrices for inputs and states, and their biases
 
@@ -744,9 +744,6 @@ class _GRU(torch.autograd.Function):
 
 _run_lstm: Callable[..., tuple[Tensor, ...]] = _LSTM.apply
 _run_gru: Callable[..., tuple[Tensor, ...]] = _GRU.apply
-
-
-# --- recurrent layers ------------------------------------------------------------------------------------------------
 
 
 @register

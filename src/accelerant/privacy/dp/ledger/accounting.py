@@ -182,7 +182,7 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {clipped(value)}")
 
 
-# From events to epsilon and back, by the package dp-accounting: privacy loss distributions, and Renyi divergence
+# --- from events to epsilon and back ---------------------------------------------------------------------------------
 
 Method = Literal["pld", "rdp"]
 
