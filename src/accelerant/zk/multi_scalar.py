@@ -1,4 +1,4 @@
-"""Multi-scalar multiplication for users: the sum of s_i P_i, computed where the points are.
+"""Multi-scalar multiplication (the sum of s_i P_i) and transforms for users, computed where points and elements are.
 
 NumPy arrays are summed on the CPU (cpu.py), tensors on their device (device.py). Times and memory accesses depend on
 the scalars, which other users of the same machine may be able to measure.

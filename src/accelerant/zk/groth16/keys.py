@@ -1,4 +1,4 @@
-"""Proving keys: their interface, the choice of the device, timings of stages, and the key in the memory of the CPU.
+"""Proving keys in the CPU's memory: constraint matrices, sums, the choice of the device, timings of stages.
 
 The CPU kernels' limbs differ from the file's, so points are copied once, in chunks, and the pages of the file are
 released as they are read. A key and its proofs take less than twice the file's size.

@@ -1,4 +1,4 @@
-"""The Groth16 prover.
+"""The Groth16 prover, and the compilation of its first proof's kernels.
 
     pi_A = alpha1 + sum w_i A_i + r delta1
     pi_B = beta2 + sum w_i B2_i + s delta2              pi_B1 the same of beta1, B1, delta1

@@ -1,4 +1,4 @@
-"""Commitments to networks, and proofs of what they map an input to."""
+"""Networks of 8-bit integers, commitments to them, and proofs of what they map an input to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From events to epsilon and back, by the package dp-accounting: privacy loss distributions, and Renyi divergence.
+"""Events, and epsilon of them and back, by dp-accounting: privacy loss distributions, and Renyi divergence.
 
 Both give upper bounds. Privacy loss distributions (PLD) are tight up to their discretization, "connect the dots" of
 Doroshenko et al. 2022, arXiv:2207.04380; Renyi divergence (RDP), Mironov 2017, arXiv:1702.07476, and of the sampled

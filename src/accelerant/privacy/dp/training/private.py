@@ -1,4 +1,4 @@
-"""`make_private`: makes an ordinary training loop differentially private; the package has an example.
+"""`make_private`: makes an ordinary training loop differentially private; `PrivacyEngine`: the interface of Opacus.
 
 DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling and add-or-remove-one neighbours.
 
