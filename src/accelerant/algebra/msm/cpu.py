@@ -499,7 +499,7 @@ class CpuMsmPlan:
         return self.windows if self.shared else 1
 
     def tasks(self, n: int) -> npt.NDArray[np.int64]:
-        """Return the tasks (tasks, TASK) of llvm_kernels.py; partial sums go by window from the highest, then range."""
+        """Return the tasks (tasks, TASK) of msm_sum; partial sums go by window from the highest, then range."""
         bounds = [n * i // self.parts for i in range(self.parts + 1)]
         rows = []
         for first in range(0, self.windows, self.windows if self.shared else self.group):

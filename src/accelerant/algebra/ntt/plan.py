@@ -346,7 +346,7 @@ def has_quotients(field: Field) -> bool:
 def kernel_source(
     field: Field, variant: Variant, tile: Tile, inverse: bool = False, checked: bool = False
 ) -> KernelSource:
-    """Return ntt_pass in C: the arguments are those of llvm_kernels.py without log_rows, with tables.device_tables.
+    """Return ntt_pass in C: the arguments are the CPU's without log_rows, with tables.device_tables.
 
     `inverse` matters only to Goldilocks, whose program contains roots. `checked`: a word follows x and z, which is set
     to 1 where an element of x is not below the modulus. ConfigError if the radix is above 4.

@@ -106,7 +106,7 @@ def fused_source(terms: int, kind: str) -> KernelSource:
 
 @functools.cache
 def host_philox_source(*, laplace: bool = False) -> KernelSource:
-    """Return philox_add(x, keys, first, stream, n, width, outward) of llvm_kernels.py."""
+    """Return philox_add(x, keys, first, stream, n, width, outward) of discrete.py."""
     return KernelSource(
         f"philox_{'laplace' if laplace else 'normal'}_host",
         {"llvm": PhiloxKernel(laplace)},

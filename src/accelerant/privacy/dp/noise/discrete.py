@@ -333,8 +333,8 @@ class Charge:
     Attributes:
         delta: added to delta by each release, for a total epsilon up to EPSILON_LIMIT.
         sensitivity: added to the sensitivity by rounding, in the units of the released values.
-        std: deviation of the continuous noise that is at most as private, in the same units; see the module's
-            docstring. For Laplace noise the scale itself, whose discrete form is exactly as private.
+        std: deviation of the continuous noise that is at most as private (docs/privacy-guarantee.md), in the same
+            units. For Laplace noise the scale itself, whose discrete form is exactly as private.
         distance: total variation from the noise of deviation std. delta is at most (1 + exp(EPSILON_LIMIT)) distance;
             an accountant that knows its epsilon charges (1 + e^epsilon) distance instead.
     """
