@@ -329,7 +329,7 @@ class _PlainStep:
 
 
 def _tables(model: Llama, positions: int, where: torch.device) -> tuple[Tensor, Tensor]:
-    from accelerant.ops.rope.op import rope_tables
+    from accelerant.ops.rope import rope_tables
 
     config = model.config
     cos, sin = rope_tables(positions, config.head_size, config.rope_base, config.rope_scaling, device=where)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accelerant.nn import GPT, GPTConfig, LlamaConfig
-from accelerant.ops.rope.op import rope_tables
+from accelerant.ops.rope import rope_tables
 
 __all__ = ["PlainGPT", "PlainLlama"]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.recurrent --cell lstm --dtype bf16
 
 A layer has as many inputs as states. Rows of the runner "torch" are torch's function, those of "accelerant" our kernels
-by name, also where dispatch leaves the case to torch: its rules in accelerant/ops/recurrent/op.py come from this suite.
+by name, also where dispatch leaves the case to torch: its rules in accelerant/ops/recurrent come from this suite.
 Results and gradients are compared with torch's in float64 before anything is timed. The runners take turns on a CPU.
 """
 
@@ -24,7 +24,7 @@ from accelerant.bench.timer import time_in_turns, time_ms
 from accelerant.cli.bench import run_command
 from accelerant.config import DTYPE_NAMES
 from accelerant.errors import ConfigError
-from accelerant.ops.recurrent.op import gru_fwd, lstm_fwd, rnn_fwd
+from accelerant.ops.recurrent import gru_fwd, lstm_fwd, rnn_fwd
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.provider import ComputeDevice
 

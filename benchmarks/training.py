@@ -24,7 +24,7 @@ from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
-from accelerant.ops.linear_fp8.op import refuses_device
+from accelerant.ops.linear_fp8 import refuses_device
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks.gpt_steps import (
     WARM_UP,

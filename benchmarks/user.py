@@ -38,7 +38,7 @@ from accelerant.bench.timer import (
 )
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.ops._cases import Benchmark, Indices, SampleInput
+from accelerant.ops.registry import Benchmark, Indices, SampleInput
 from accelerant.runtime import registry
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice

@@ -96,7 +96,7 @@ CALL = """  <path class="line" d="M478 70 V764" marker-end="url(#tip)"/>
   <text class="code" x="616" y="44">ops.layer_norm(x, w, b)</text>
 
   <rect class="box" x="528" y="64" width="278" height="74" rx="8"/>
-  <text class="left" x="546" y="90">op.py</text>
+  <text class="left" x="546" y="90">the op</text>
   <text class="soft" x="546" y="110">checks shapes and dtypes;</text>
   <text class="soft" x="546" y="127">raises before the device is touched</text>
 
@@ -182,7 +182,7 @@ def boxes(row: Sequence[str], top: int, height: int) -> list[str]:
 
 def providers(top: int) -> list[str]:
     """Return the boxes of the providers, inside of the runtime: those with kernels, and the others in one."""
-    own = [name for name, (module, _) in registry.PROVIDERS.items() if not module.endswith("torch_devices")]
+    own = [name for name in registry.PROVIDERS if registry._provider_class(name).dialects]
     others = [name for name in registry.PROVIDERS if name not in own]
     parts = []
     for place, (name, width) in enumerate([*((name, 60) for name in own), (", ".join(others), 80)]):

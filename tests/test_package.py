@@ -17,6 +17,7 @@ from accelerant.service import errors as service_errors
 
 PUBLIC_MODULES = ("accelerant.errors", "accelerant.config", "accelerant.accelerator", "accelerant.runtime.provider")
 NOT_FOR_USERS = {
+    "DriverProvider",
     "allocation_limit", "load", "read_toml", "check_device", "check_launch", "check_range", "check_owner",
     "check_scalar", "check_timeout", "log_launch", "out_of_memory", "pick_entry", "poll_pause_s", "probe_in_child",
     "refuse_forked", "room_fraction",

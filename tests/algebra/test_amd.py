@@ -16,7 +16,7 @@ from accelerant.algebra.ntt.plan import powers_source
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import keystream_source
-from accelerant.runtime.compilation.inspect import amd_compiler, inspect_amd
+from accelerant.runtime.compilation.cuda import amd_compiler, inspect_amd
 from accelerant.runtime.compilation.kernel import portable_header
 from accelerant.runtime.provider import self_test_source
 from requirements import require

@@ -12,8 +12,7 @@ from accelerant.bench import certificate as certificates
 from accelerant.bench.certificate import EXACT, Certificate, Found, certify, checks, compare
 from accelerant.cli import main
 from accelerant.errors import ConfigError, FormatError
-from accelerant.ops._cases import Tolerance
-from accelerant.ops.registry import public_ops
+from accelerant.ops.registry import Tolerance, public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import operations
 from accelerant.testing import FakeProvider, fake_provider

@@ -17,8 +17,7 @@ from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import groups_of, precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
-from accelerant.ops._cases import Benchmark, Indices, SampleInput
-from accelerant.ops.registry import public_op
+from accelerant.ops.registry import Benchmark, Indices, SampleInput, public_op
 from accelerant.runtime import registry
 
 CEILINGS = {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0}
@@ -339,7 +338,7 @@ def test_a_cut_keeps_weights_whole_and_sizes_that_products_take(monkeypatch):
 
 
 def test_a_reference_without_memory_has_fewer_rows(monkeypatch):
-    from accelerant.ops.norm import op as reference
+    from accelerant.ops import norm as reference
 
     whole = reference.rms_norm_reference
 

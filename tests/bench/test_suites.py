@@ -16,7 +16,7 @@ from accelerant.bench.suite import SuiteCase, SuiteRun, measure_cases, run_suite
 from accelerant.bench.suites import AlgebraSuite, BandwidthSuite, RuntimeSuite
 from accelerant.bench.timer import cpu_time_ms
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.ops._cases import Benchmark, SampleInput
+from accelerant.ops.registry import Benchmark, SampleInput
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.transfer import ChunkedRun

@@ -10,7 +10,7 @@ from accelerant.bench import BenchmarkRecord, Environment, Row, suites
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.ops._cases import SampleInput, Subject
+from accelerant.ops.registry import SampleInput, Subject
 from accelerant.runtime import registry
 from benchmarks import user
 from benchmarks.user import UserSuite

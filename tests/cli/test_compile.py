@@ -12,7 +12,7 @@ import accelerant
 from accelerant.cli.cache import TEMPLATES
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.inspect import LIMITS, inspect_cuda, known_targets, occupancy, read_messages
+from accelerant.runtime.compilation.cuda import LIMITS, inspect_cuda, known_targets, occupancy, read_messages
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
 from requirements import require
 

@@ -13,9 +13,8 @@ import torch
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import INVERSES, entries, field_add_source, kernel_source
 from accelerant.errors import ConfigError, UnsupportedCase, UnsupportedDtype
-from accelerant.ops.gelu.op import gelu_reference
-from accelerant.ops.gelu.portable import gelu_on
-from accelerant.ops.gelu.portable import source as gelu_source
+from accelerant.ops.gelu import gelu_on, gelu_reference
+from accelerant.ops.gelu import source as gelu_source
 from accelerant.privacy.random import keystream_source
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header

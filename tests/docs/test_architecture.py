@@ -95,8 +95,8 @@ def test_layer_norm_on_the_general_path():
     with override(implementation={"layer_norm_bwd": "torch"}):  # also keeps the call from torch's autograd
         files = visited(lambda: accelerant.ops.layer_norm(x, weight, bias).sum().backward())
     gpu = {f"runtime/{name}.py" for name in ("compilation/cache", "providers/cuda_launch")}
-    gpu |= {"ops/norm/launch.py", "ops/norm/triton_kernels.py"}
-    unused = {f"runtime/dispatch/{name}.py" for name in ("race", "choice_store", "plan")} | {"ops/_library.py"}
+    gpu |= {"ops/norm/triton_kernels.py"}
+    unused = {f"runtime/dispatch/{name}.py" for name in ("race", "plan")} | {"ops/_library.py"}
     assert section("### The general path") - gpu - unused <= files
 
 

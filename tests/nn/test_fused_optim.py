@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.optim import SGD, Adam, AdamW, clip_grad_norm_
-from accelerant.ops.multi_tensor import op as launch
+from accelerant.ops import multi_tensor as launch
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
 

@@ -10,7 +10,7 @@ import torch
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn import Llama, LlamaConfig, load_model
 from accelerant.nn.models.gguf import GGUFFile
-from accelerant.ops.rope.op import Llama3Scaling
+from accelerant.ops.rope import Llama3Scaling
 
 TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}
 TEMPLATE = "{{ messages[0].content }}"

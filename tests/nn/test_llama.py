@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from accelerant import nn as ann
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.nn import Llama, LlamaConfig
-from accelerant.ops.rope.op import Llama3Scaling
+from accelerant.ops.rope import Llama3Scaling
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import accelerant.ops
-from accelerant.ops._cases import draw
-from accelerant.ops.registry import public_op, register
+from accelerant.ops.registry import draw, public_op, register
 from accelerant.runtime.ledger import ledger
 
 FOLDER = Path(accelerant.ops.__file__).parent
@@ -20,7 +19,7 @@ ADDED = "leaky_relu"
 
 register(ADDED)
 FOLDERS = sorted(
-    (*(path.name for path in FOLDER.iterdir() if (path / "op.py").is_file() and path.name[0] != "_"), ADDED)
+    (*(path.name for path in FOLDER.iterdir() if (path / "cases.py").is_file() and path.name[0] != "_"), ADDED)
 )
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -11,12 +11,13 @@ from op_checks import counted, ran
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.attention import backends, launch, op
+from accelerant.ops.attention import attention_reference, backends, launch
 from accelerant.ops.attention import backends as composite
-from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
 from processes import printed
+
+module = importlib.import_module("accelerant.ops.attention")  # whose name is the function's in accelerant.ops
 
 
 def tensors(B=1, Hq=2, S=33, D=16, Hkv=None, Skv=None, dtype=torch.float32):
@@ -335,9 +336,7 @@ def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
 def test_float32_goes_to_torch_where_ours_was_not_measured_faster(capability, monkeypatch):
-    monkeypatch.setattr(
-        importlib.import_module("accelerant.ops.attention.op"), "nvidia_capability", lambda _: capability
-    )
+    monkeypatch.setattr(module, "nvidia_capability", lambda _: capability)
     monkeypatch.setattr(backends, "nvidia_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(registry, "reason_without_kernels", lambda _: None)
@@ -350,7 +349,7 @@ def test_float32_goes_to_torch_where_ours_was_not_measured_faster(capability, mo
 
 
 def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("accelerant.ops.attention.op"), "nvidia_capability", lambda _: (7, 5))
+    monkeypatch.setattr(module, "nvidia_capability", lambda _: (7, 5))
     (triton,) = (each for each in operations()["attention_bwd"].implementations if each.name == "triton")
     assert "64 KiB" in triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float32))
     assert "64 KiB" not in (triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float16)) or "")
@@ -714,8 +713,8 @@ def test_segments(kind, seed, way, monkeypatch):
     dtype, bound = draw.choice([(torch.float32, 1e-5), (torch.float32, 1e-5), (torch.float16, 5e-3)])
     q, k, v = (x.requires_grad_() for x in tensors(B, Hkv * group, S, D, Hkv, Skv, dtype))
     segments = segments_of(kind, B, S, Skv, draw)
-    tables, original = [], op.segments_mask
-    monkeypatch.setattr(op, "segments_mask", lambda *args: tables.append(original(*args)) or tables[-1])
+    tables, original = [], module.segments_mask
+    monkeypatch.setattr(module, "segments_mask", lambda *args: tables.append(original(*args)) or tables[-1])
     o, lse = ops.attention(q, k, v, segments=segments, return_lse=True, **options)
     do = torch.randn(o.shape).to(dtype)
     reference = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -823,7 +822,7 @@ def test_masks_on_a_gpu(shape, kind, dtype):
 @pytest.mark.parametrize("masked", [None, torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_half_precision_by_torch_on_a_cpu_is_computed_in_float32(dtype, masked, autocast, monkeypatch):
-    monkeypatch.setattr(op, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(module, "has_matrix_tiles", lambda: False)
     heads = torch.randn(2, 6, 3, 2, 8).to(dtype).requires_grad_()
     mask = None if masked is None else torch.rand(6, 6) > 0.3 if masked is torch.bool else torch.randn(6, 6)
     do = torch.randn(2, 2, 6, 8)
@@ -834,7 +833,7 @@ def test_half_precision_by_torch_on_a_cpu_is_computed_in_float32(dtype, masked, 
         return o, torch.autograd.grad(o, x, do.to(o.dtype))[0]
 
     with torch.autocast("cpu", dtype, enabled=autocast):
-        o, dx = attended(lambda q, k, v: op.attend_by_torch(q, k, v, causal=mask is None, mask=mask), heads)
+        o, dx = attended(lambda q, k, v: module.attend_by_torch(q, k, v, causal=mask is None, mask=mask), heads)
     assert (o.dtype, dx.dtype) == (dtype, dtype)
     added = None if mask is None else mask if masked is torch.bool else mask.to(dtype).double()
     do = do.to(dtype)
@@ -849,13 +848,15 @@ def test_half_precision_by_torch_on_a_cpu_is_computed_in_float32(dtype, masked, 
 
 def test_long_sequences_of_bfloat16_and_tiles_keep_torchs_own_kernel(monkeypatch):
     def wide(dtype, keys, width=64):
-        return op._is_faster_wide(torch.empty(1, 1, 1, width, dtype=dtype), torch.empty(1, 1, keys, width, dtype=dtype))
+        return module._is_faster_wide(
+            torch.empty(1, 1, 1, width, dtype=dtype), torch.empty(1, 1, keys, width, dtype=dtype)
+        )
 
-    monkeypatch.setattr(op, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(module, "has_matrix_tiles", lambda: False)
     cases = (
         (torch.bfloat16, 256), (torch.bfloat16, 257), (torch.bfloat16, 256, 65), (torch.float16, 4096),
         (torch.float32, 16),
     )  # fmt: skip
     assert [wide(*case) for case in cases] == [True, False, False, True, False]
-    monkeypatch.setattr(op, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(module, "has_matrix_tiles", lambda: True)
     assert [wide(*case) for case in cases] == [False, False, False, True, False]

@@ -13,8 +13,8 @@ from op_checks import disassembled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerant.errors import LaunchError
+from accelerant.ops.attention import attention_reference
 from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_hopper, plan_for, program, refuses
-from accelerant.ops.attention.op import attention_reference
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.providers.cuda_launch import LoadedKernel
 

@@ -1,6 +1,7 @@
 """The Python calls and files of ours that a warm layer_norm enters, on the path of a CUDA tensor and on a CPU."""
 
 import ctypes
+import importlib
 import sys
 import threading
 from pathlib import Path
@@ -10,13 +11,13 @@ import torch
 
 import accelerant
 from accelerant import ops
-from accelerant.ops import _differentiable
+from accelerant.ops import _differentiable, norm
 from accelerant.ops._launch import Repeats
-from accelerant.ops.gelu import op as gelu
-from accelerant.ops.linear_gelu import op as linear_gelu
-from accelerant.ops.norm import launch
 from accelerant.runtime.compilation.triton import recorders
 from accelerant.runtime.providers import cuda_launch
+
+gelu = importlib.import_module("accelerant.ops.gelu")
+linear_gelu = importlib.import_module("accelerant.ops.linear_gelu")
 
 PACKAGE = str(Path(accelerant.__file__).parent)
 MOST_CALLS, MOST_FILES = 12, 5
@@ -75,14 +76,14 @@ def on_a_device(interpreted, monkeypatch):
             prepared.start(pointers)
             return prepared
 
-    monkeypatch.setattr(launch, "KERNELS", {"fwd": Kernel(), "bwd": Kernel()})
+    monkeypatch.setattr(norm, "KERNELS", {"fwd": Kernel(), "bwd": Kernel()})
     for each in (gelu.forward_kernel, gelu.backward_kernel):
         monkeypatch.setattr(each, "launch", Kernel().launch)
         monkeypatch.setattr(each, "known", {})
         each.plan.plans.add_dependent(each.known)
-    launch._LAUNCHES.clear()
+    norm._LAUNCHES.clear()
     yield started
-    launch._LAUNCHES.clear()
+    norm._LAUNCHES.clear()
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
@@ -154,7 +155,7 @@ def test_a_launch_is_repeated_only_for_what_differs_in_its_pointers_alone(on_a_d
 
     def kept(x, **options):
         ops.layer_norm(x, weight, bias, **options)
-        return len(launch._LAUNCHES)
+        return len(norm._LAUNCHES)
 
     x = torch.randn(64, 8)
     assert kept(x) == kept(x.clone()) == 1
@@ -163,8 +164,8 @@ def test_a_launch_is_repeated_only_for_what_differs_in_its_pointers_alone(on_a_d
     assert kept(torch.randn(65, 8).view(-1)[3:-5].view(64, 8)) == 4  # another alignment
     assert kept(torch.randn(64, 16)[:, :8]) == 5
     assert kept(x.t().contiguous().t()) == 5  # copied, so that its pointer is another in each call
-    launch.TUNED["fwd", True, False].forget()
-    assert not launch._LAUNCHES
+    norm.TUNED["fwd", True, False].forget()
+    assert not norm._LAUNCHES
 
 
 @pytest.mark.parametrize(

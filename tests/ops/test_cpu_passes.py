@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.errors import ConfigError
-from accelerant.ops.rope.op import rope_tables
+from accelerant.ops.rope import rope_tables
 
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -22,8 +22,8 @@ def _uninterpreted(uninterpreted):
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Three rows of logits at a time, and no call left to torch's autograd."""
-    monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy.op"], "CHUNK", 30)
-    monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy.op"], "_MANY", 0)
+    monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy"], "CHUNK", 30)
+    monkeypatch.setattr(sys.modules["accelerant.ops.cross_entropy"], "_MANY", 0)
 
 
 def learnt(call, logits, targets, **options):
@@ -106,8 +106,8 @@ def test_no_such_class(wrong, rows, learns):
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(7, 300), (40_000,), (1,)])
 def test_bags_are_sums_in_float32(shape, index, padding_idx, dtype, monkeypatch):
-    monkeypatch.setattr(sys.modules["accelerant.ops.embedding.op"], "_FEW_ELEMENTS", 0)
-    monkeypatch.setattr(sys.modules["accelerant.ops.embedding.op"], "_MANY_ELEMENTS", 0)
+    monkeypatch.setattr(sys.modules["accelerant.ops.embedding"], "_FEW_ELEMENTS", 0)
+    monkeypatch.setattr(sys.modules["accelerant.ops.embedding"], "_MANY_ELEMENTS", 0)
     table = torch.randn(9, 5).to(dtype).requires_grad_()
     indices, dy = torch.randint(0, 8, shape, dtype=index), torch.randn(*shape, 5).to(dtype)
     (found,) = torch.autograd.grad(ops.embedding(indices, table, padding_idx=padding_idx), table, dy)
@@ -145,7 +145,7 @@ def test_rope_in_chunks(dtype, chunk, interleaved, own, monkeypatch):
         return y, torch.autograd.grad(y, x, x.detach())[0]
 
     whole = found()
-    monkeypatch.setattr(sys.modules["accelerant.ops.rope.op"], "_CHUNK", chunk)
+    monkeypatch.setattr(sys.modules["accelerant.ops.rope"], "_CHUNK", chunk)
     for one, other in zip(found(), whole, strict=True):
         assert one.stride() == other.stride()
         torch.testing.assert_close(one, other, rtol=1e-6 if dtype != torch.bfloat16 else 8e-3, atol=1e-6)

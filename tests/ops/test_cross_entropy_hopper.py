@@ -8,8 +8,7 @@ from op_checks import ran
 
 from accelerant.errors import LaunchError
 from accelerant.ops import cross_entropy, linear_cross_entropy
-from accelerant.ops.cross_entropy import launch
-from accelerant.ops.cross_entropy.op import cross_entropy_reference
+from accelerant.ops.cross_entropy import cross_entropy_reference, launch
 from accelerant.runtime.dispatch import Case, force
 
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")

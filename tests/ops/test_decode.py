@@ -9,7 +9,7 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import steps as launch
 from accelerant.ops.decode.steps import DecodeTile, append, decode_linear, linear
 from accelerant.ops.linear_int8.op import TO_PLANES
-from accelerant.ops.rope.op import rope_tables
+from accelerant.ops.rope import rope_tables
 from accelerant.runtime.dispatch import Case
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

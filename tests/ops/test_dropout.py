@@ -1,3 +1,4 @@
+import importlib
 import math
 import sys
 import timeit
@@ -12,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.dropout import op
+from accelerant.ops.dropout import GROUP, keep_reference, launch_llvm, refuses_llvm, threshold, torch_dropout
 from accelerant.ops.dropout.llvm_kernels import DropoutKernel, MaskKernel
-from accelerant.ops.dropout.op import GROUP, keep_reference, launch_llvm, refuses_llvm, threshold, torch_dropout
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.plan import Case
+
+op = importlib.import_module("accelerant.ops.dropout")
 
 # kat_vectors of Random123 1.09 (D. E. Shaw Research), philox4x32 with 10 rounds: counter, key, result.
 KNOWN = [
@@ -109,7 +111,7 @@ def test_torchs_generator_makes_it_reproducible(way):
 
 
 def test_without_kernel_and_seed_it_is_torchs(uninterpreted, monkeypatch):
-    monkeypatch.setattr(sys.modules["accelerant.ops.dropout.op"], "refuses_llvm", lambda case: "as on a GPU in float64")
+    monkeypatch.setattr(sys.modules["accelerant.ops.dropout"], "refuses_llvm", lambda case: "as on a GPU in float64")
     x = torch.randn(50, 3).t().requires_grad_()  # contiguous ones have torch's own gradient, see the next test
     torch.manual_seed(3)
     y = ops.dropout(x, 0.3)

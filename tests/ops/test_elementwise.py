@@ -8,8 +8,8 @@ from op_checks import check_beside, compiled_into, counted, ran
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.elementwise import op as launch
-from accelerant.ops.elementwise.op import SumTile
+from accelerant.ops import elementwise as launch
+from accelerant.ops.elementwise import SumTile
 
 UNARY = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}
 PAIR = {"add": torch.add, "mul": torch.mul}

@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -9,9 +10,10 @@ from op_checks import counted
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.embedding import op as launch
-from accelerant.ops.embedding.op import embedding_reference
+from accelerant.ops.embedding import embedding_reference
 from accelerant.runtime.dispatch import operations
+
+launch = importlib.import_module("accelerant.ops.embedding")
 
 BACKWARDS = pytest.mark.parametrize("backward", [launch.launch_backward_sorted, launch.launch_backward_atomic])
 NEEDS = (True,)

@@ -1,3 +1,4 @@
+import importlib
 from functools import partial
 
 import pytest
@@ -9,9 +10,10 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.linear_gelu import op as launch
-from accelerant.ops.linear_gelu.op import _refuses, _refuses_epilogue, _torch_forward
+from accelerant.ops.linear_gelu import _refuses, _refuses_epilogue, _torch_forward
 from accelerant.runtime.dispatch import Case
+
+launch = importlib.import_module("accelerant.ops.linear_gelu")
 
 APPROXIMATE = pytest.mark.parametrize("approximate", ["none", "tanh"])
 

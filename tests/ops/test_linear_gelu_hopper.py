@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from accelerant import ops
 from accelerant.ops._hopper import refuses_product
-from accelerant.ops.linear_gelu.op import CUDA_KINDS, CUDA_PLANS, cuda_plan, cuda_program, launch_hopper
+from accelerant.ops.linear_gelu import CUDA_KINDS, CUDA_PLANS, cuda_plan, cuda_program, launch_hopper
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger

@@ -10,7 +10,7 @@ from op_checks import check_beside, ran
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
-from accelerant.ops.losses import op
+from accelerant.ops import losses as op
 
 LOSSES = (ops.mse_loss, ops.l1_loss, ops.binary_cross_entropy, ops.binary_cross_entropy_with_logits)
 ALL = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)

@@ -7,11 +7,19 @@ from op_checks import counted, ran
 
 from accelerant import errors
 from accelerant.errors import AccelerantError, ConfigError, ShapeError
-from accelerant.ops._cases import draw
-from accelerant.ops.multi_tensor import cases, op, tables
-from accelerant.ops.multi_tensor import op as launch
-from accelerant.ops.multi_tensor.op import adamw_reference, adamw_step, case_of, clip_step, global_norm, sgd_step
-from accelerant.ops.multi_tensor.tables import Tensors, Workspace
+from accelerant.ops import multi_tensor
+from accelerant.ops.multi_tensor import (
+    Tensors,
+    Workspace,
+    adamw_reference,
+    adamw_step,
+    case_of,
+    cases,
+    clip_step,
+    global_norm,
+    sgd_step,
+)
+from accelerant.ops.registry import draw
 
 
 def sgd_reference(p, g, b, *, lr, momentum, dampening, weight_decay, nesterov, maximize=False):
@@ -54,10 +62,10 @@ EACH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 def small_chunks(monkeypatch):
     """Several chunks a tensor, and several blocks a chunk, in tensors that the interpreter can afford."""
     if not torch.cuda.is_available():
-        for name in launch.PLANS:
-            monkeypatch.setitem(launch.PLANS, name, op.ChunkTile(64, 32, 4))
-        monkeypatch.setitem(launch.SMALL, "BLOCK_T", 64)
-        monkeypatch.setitem(launch.SMALL, "BLOCK_P", 64)
+        for name in multi_tensor.PLANS:
+            monkeypatch.setitem(multi_tensor.PLANS, name, multi_tensor.ChunkTile(64, 32, 4))
+        monkeypatch.setitem(multi_tensor.SMALL, "BLOCK_T", 64)
+        monkeypatch.setitem(multi_tensor.SMALL, "BLOCK_P", 64)
 
 
 def drawn(shapes, dtype, seed):
@@ -92,7 +100,9 @@ def adamw_inputs(shapes, param, grad, state, *, master=False):
 
 def take_adamw(tensors, workspace, groups=GROUPS, **options):
     table = workspace.table(tensors)
-    update = op.Update(tensors, [op.AdamWGroup(**group) for group in groups], workspace, table, **options)
+    update = multi_tensor.Update(
+        tensors, [multi_tensor.AdamWGroup(**group) for group in groups], workspace, table, **options
+    )
     adamw_step(case_of(table, workspace.device), update)
 
 
@@ -167,7 +177,9 @@ SGD_GROUPS = (
 
 def take_sgd(tensors, workspace, groups=SGD_GROUPS, **options):
     table = workspace.table(tensors)
-    update = op.Update(tensors, [op.SGDGroup(**group) for group in groups], workspace, table, **options)
+    update = multi_tensor.Update(
+        tensors, [multi_tensor.SGDGroup(**group) for group in groups], workspace, table, **options
+    )
     sgd_step(case_of(table, workspace.device, "sgd"), update)
 
 
@@ -460,7 +472,7 @@ def test_failure_after_a_launch_does_not_start_again(monkeypatch):
     """Two parts, the second of which does not compile: the first is changed, so torch may not take over."""
     tensors = adamw_inputs(((5,), (7,)), F32, F32, F32)
     tensors.params[1], tensors.grads[1] = tensors.params[1].to(BF16), tensors.grads[1].to(BF16)
-    kernel = launch.KERNELS["adamw"]
+    kernel = multi_tensor.KERNELS["adamw"]
     original, calls = kernel.launch, []
 
     def failing(*args, **kwargs):
@@ -487,7 +499,7 @@ def test_failure_after_a_launch_does_not_start_again(monkeypatch):
 
 def test_capture_needs_memory_that_was_set_aside(monkeypatch):
     """What a capture would meet, without a GPU: no copies that the graph cannot repeat."""
-    monkeypatch.setattr(tables, "capturing", lambda device: True)
-    values = tables.GroupValues(torch.device("cpu"))
+    monkeypatch.setattr(multi_tensor, "capturing", lambda device: True)
+    values = multi_tensor.GroupValues(torch.device("cpu"))
     with pytest.raises(ConfigError, match="call refresh"):
         values.refresh(((0.1,) * 8,))

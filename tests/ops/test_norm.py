@@ -8,9 +8,9 @@ from op_checks import LAYOUTS
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops import norm
 from accelerant.ops._launch import RowTile
-from accelerant.ops.norm import launch
-from accelerant.ops.norm.op import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
+from accelerant.ops.norm import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
 
 WIDTHS = pytest.mark.parametrize("width", [2, 33, 768, 5000, 20000])
 
@@ -80,7 +80,7 @@ def test_gradient_has_no_part_along_ones(interpreted):
 def test_more_rows_than_a_pass(interpreted):
     """A persistent program takes several groups of rows, the last not full."""
     rows, width = 101, 1030
-    plan = launch.backward_plan(width)
+    plan = norm.backward_plan(width)
     assert rows > 2 * plan.rows * plan.grid(rows, torch.device("cpu"))
     assert rows % plan.rows
     x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(width, requires_grad=True)
@@ -95,11 +95,11 @@ def test_more_rows_than_a_pass(interpreted):
 @pytest.mark.parametrize("plan", [RowTile(1, 64, 1), RowTile(4, 64, 2, 1), RowTile(8, 128, 4, 2, 2)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x, dy, weight = torch.randn(37, 50), torch.randn(37, 50), torch.randn(50)
-    y, statistics = launch.launch_forward(True, x, weight, weight, 1e-5, plan=plan)
+    y, statistics = norm.launch_forward(True, x, weight, weight, 1e-5, plan=plan)
     mean, rstd = statistics.t()
     torch.testing.assert_close(y, torch.layer_norm(x, (50,), weight, weight))
     needs = (True, True, True)
-    dx, dweight, dbias = launch.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, plan=plan)
+    dx, dweight, dbias = norm.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, plan=plan)
     expected = torch.ops.aten.native_layer_norm_backward(
         dy, x, (50,), mean.contiguous()[:, None], rstd.contiguous()[:, None], weight, weight, [True, True, True]
     )
@@ -112,12 +112,12 @@ def test_any_plan_gives_the_same(plan, interpreted):
 @pytest.mark.parametrize("shape", [(101, 50), (3, 9000), (0, 8)])
 def test_sums_of_the_gradient_on_the_way(shape, needs, interpreted):
     x, dy, ds, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
-    _, statistics = launch.launch_forward(True, x, weight, weight, 1e-5)
+    _, statistics = norm.launch_forward(True, x, weight, weight, 1e-5)
     sums = torch.full(shape[1:], torch.nan)
-    found = launch.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, ds, dxsum=sums)
+    found = norm.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, ds, dxsum=sums)
     torch.testing.assert_close(sums, found[0].sum(0), rtol=1e-4, atol=1e-4)
     for one, other in zip(
-        found, launch.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, ds), strict=True
+        found, norm.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, ds), strict=True
     ):
         assert (one is None and other is None) or torch.equal(one, other)
 
@@ -287,11 +287,11 @@ ADDS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_normalises_the_rounded_sum(op, width, dtype, interpreted):
     """The same bits as the add followed by the norm in the same tiles: the fusion changes memory traffic alone."""
     x, residual, weight = torch.randn(4, width).to(dtype), torch.randn(4, width).to(dtype), torch.randn(width)
-    centre, narrow = op == "layer_norm", width <= launch.WIDE_FORWARD
-    plan = launch.forward_plan(width, centre, True) if narrow else None
-    y, s = launch.launch_forward(centre, x, weight, None, 1e-5, False, residual, plan=plan)[:2]
+    centre, narrow = op == "layer_norm", width <= norm.WIDE_FORWARD
+    plan = norm.forward_plan(width, centre, True) if narrow else None
+    y, s = norm.launch_forward(centre, x, weight, None, 1e-5, False, residual, plan=plan)[:2]
     torch.testing.assert_close(s, x + residual)  # the interpreter cuts bfloat16
-    assert torch.equal(y, launch.launch_forward(centre, s, weight, None, 1e-5, False, plan=plan)[0])
+    assert torch.equal(y, norm.launch_forward(centre, s, weight, None, 1e-5, False, plan=plan)[0])
 
 
 @pytest.mark.parametrize(
@@ -302,15 +302,15 @@ def test_a_wide_stream_and_narrow_branches(op, width, interpreted):
     """As under autocast: the residual is float32, and so are the sum and its gradient."""
     centre, low = op == "layer_norm", torch.float16
     x, residual, weight = torch.randn(2, width).to(low), torch.randn(2, width), torch.randn(width)
-    y, s, statistics = launch.launch_forward(centre, x, weight, None, 1e-5, True, residual, low)
+    y, s, statistics = norm.launch_forward(centre, x, weight, None, 1e-5, True, residual, low)
     assert (y.dtype, s.dtype) == (low, torch.float32)
     torch.testing.assert_close(s, x + residual)
-    expected, kept = launch.launch_forward(centre, s, weight, None, 1e-5)
+    expected, kept = norm.launch_forward(centre, s, weight, None, 1e-5)
     assert torch.equal(statistics, kept)
     assert torch.equal(y, expected.to(low))
     dy, ds = torch.randn(2, width).to(low), torch.randn(2, width)
     arguments = (s, weight, None, statistics, 1e-5, (True, True, False), ds)
-    found, wide = (launch.launch_backward(centre, each, *arguments) for each in (dy, dy.float()))
+    found, wide = (norm.launch_backward(centre, each, *arguments) for each in (dy, dy.float()))
     assert found[0].dtype == torch.float32
     assert torch.equal(found[0], wide[0])
     assert torch.equal(found[1], wide[1])

@@ -1,12 +1,15 @@
 """What runs out of the box on an H200 at odd shapes: no race, the shipped table, each op's own rules."""
 
+import importlib
+
 import pytest
 import torch
 
 from accelerant.ops import _launch
-from accelerant.ops.softmax import op as softmax
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch import Case, choice_store, operation, operations
+from accelerant.runtime.dispatch import Case, operation, operations, race
+
+softmax = importlib.import_module("accelerant.ops.softmax")
 
 DEVICE = torch.device("cuda", 0)
 SOFTMAX = [f"{name}_{way}" for name in ("softmax", "log_softmax") for way in ("fwd", "bwd")]
@@ -19,8 +22,8 @@ def _h200(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(softmax, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("accelerant.runtime.compilation.triton._version", lambda: "3.6.0")
-    monkeypatch.setattr(choice_store, "model_of", lambda device: "NVIDIA H200")
-    store = choice_store.Choices(tmp_path)
+    monkeypatch.setattr(race, "model_of", lambda device: "NVIDIA H200")
+    store = race.Choices(tmp_path)
     monkeypatch.setattr(operation, "choices", lambda: store)
     cpu = registry.create("cpu")
     monkeypatch.setattr(registry, "provider_of", lambda device: cpu)

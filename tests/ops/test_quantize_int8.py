@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -9,8 +10,9 @@ from op_checks import LAYOUTS
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import RowTile
-from accelerant.ops.quantize_int8 import op as launch
-from accelerant.ops.quantize_int8.op import quantize_int8_reference, torch_quantize
+from accelerant.ops.quantize_int8 import quantize_int8_reference, torch_quantize
+
+launch = importlib.import_module("accelerant.ops.quantize_int8")
 
 WIDTHS = pytest.mark.parametrize("width", [33, 768, 20000])
 BOTH = pytest.mark.parametrize("run", [launch.launch, torch_quantize], ids=["triton", "torch"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from op_checks import counted
 
-from accelerant.ops.recurrent.op import layer_reference, recurrent
+from accelerant.ops.recurrent import layer_reference, recurrent
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.ledger import ledger
 

@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -8,8 +9,9 @@ from op_checks import counted
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.rope import op as launch
-from accelerant.ops.rope.op import Llama3Scaling, rope_reference, rope_tables
+from accelerant.ops.rope import Llama3Scaling, rope_reference, rope_tables
+
+launch = importlib.import_module("accelerant.ops.rope")
 
 PAIRS = pytest.mark.parametrize("interleaved", [False, True])
 

@@ -6,9 +6,9 @@ from op_checks import counted, ran
 from torch.nn import functional
 
 from accelerant.config import override
-from accelerant.ops._cases import draw
-from accelerant.ops.transformer import cases, op
-from accelerant.ops.transformer import op as ends
+from accelerant.ops import transformer
+from accelerant.ops.registry import draw
+from accelerant.ops.transformer import cases
 from accelerant.ops.transformer.block import (
     Attention,
     Block,
@@ -54,14 +54,14 @@ def close(actual, expected, dtype):
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
 def test_column_sums(shape, dtype, way):
     x = draw(shape, dtype)
-    close(op.column_sums(x, F32), x.double().sum(0), dtype)
+    close(transformer.column_sums(x, F32), x.double().sum(0), dtype)
     assert ran("column_sums") == {way}
 
 
 def test_column_sums_of_a_matrix_with_gaps(interpreted):
     x = draw((40, 30), F32)
-    close(op.column_sums(x[:, 3:20], F32), x[:, 3:20].double().sum(0), F32)
-    close(op.column_sums(x.t(), F32), x.t().double().sum(0), F32)
+    close(transformer.column_sums(x[:, 3:20], F32), x[:, 3:20].double().sum(0), F32)
+    close(transformer.column_sums(x.t(), F32), x.t().double().sum(0), F32)
 
 
 EACH = pytest.mark.parametrize(("examples", "T", "N"), [(1, 1, 5), (3, 7, 24), (2, 260, 130), (4, 33, 768), (0, 3, 8)])
@@ -72,7 +72,7 @@ EACH = pytest.mark.parametrize(("examples", "T", "N"), [(1, 1, 5), (3, 7, 24), (
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_column_sums_of_each_example(examples, T, N, dtype, way):
     x = draw((examples * T, N), dtype)
-    close(op.column_sums_each(x, examples), x.double().view(examples, T, N).sum(1), dtype)
+    close(transformer.column_sums_each(x, examples), x.double().view(examples, T, N).sum(1), dtype)
     assert ran("column_sums_each") == {way}
 
 
@@ -89,8 +89,8 @@ def test_norm_backward_of_each_example(examples, T, N, residual, wanted, way):
     rows = s.view(-1, N).double()
     mean, rstd = rows.mean(1), (rows.var(1, correction=0) + 1e-5).rsqrt()
     statistics = torch.stack([mean, rstd], 1).float()
-    g, *sums = op.norm_backward_each(dy, ds, s, weight, statistics, 1e-5, examples, wanted)
-    expected = op.norm_backward(dy, ds, s, weight, None, statistics, 1e-5, (True, False, False), None)[0]
+    g, *sums = transformer.norm_backward_each(dy, ds, s, weight, statistics, 1e-5, examples, wanted)
+    expected = transformer.norm_backward(dy, ds, s, weight, None, statistics, 1e-5, (True, False, False), None)[0]
     close(g, expected.double(), F32)
     h = ((rows - mean[:, None]) * rstd[:, None]).view(s.shape)
     for found, want, full in zip(sums, wanted, (h * dy, dy.double(), expected.double()), strict=True):
@@ -104,14 +104,14 @@ def test_norm_backward_of_each_example(examples, T, N, residual, wanted, way):
 @pytest.mark.parametrize(("examples", "T"), [(2, 32), (3, 7)])
 def test_dz_sums_of_each_example(examples, T, way):
     dy, weight, z = draw((examples * T, 24), F32), draw((24, 40), F32, seed=1), draw((examples * T, 40), F32, seed=2)
-    whole = op.linear_dz(dy, weight, z, F32)
-    found = op.linear_dz(dy, weight, z, F32, examples)
+    whole = transformer.linear_dz(dy, weight, z, F32)
+    found = transformer.linear_dz(dy, weight, z, F32, examples)
     assert torch.equal(found[0], whole[0])
     close(found[2], whole[0].double().view(examples, T, 40).sum(1), F32)
 
 
 def test_many_partial_sums_take_narrow_strips(interpreted):
-    from accelerant.ops.linear_gelu.op import launch_join
+    from accelerant.ops.linear_gelu import launch_join
 
     x = draw((300, 37), F32)
     close(launch_join(x, F32), x.double().sum(0), F32)
@@ -122,23 +122,25 @@ def test_many_partial_sums_take_narrow_strips(interpreted):
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
 def test_dgelu(shape, dtype, way):
     dy, z = draw(shape, dtype), 2 * draw(shape, dtype, seed=1)
-    found = op.dgelu(dy, z, "tanh", F32)
+    found = transformer.dgelu(dy, z, "tanh", F32)
     for each, expected in zip(found, dgelu_reference(dy.double(), z.double()), strict=True):
         close(each, expected, dtype)
-    assert op.dgelu(dy, z, "tanh", None)[2] is None
+    assert transformer.dgelu(dy, z, "tanh", None)[2] is None
     assert ran("dgelu") == {way}
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_embed(dtype, way):
     table, places, tokens = draw((11, 24), F32), draw((9, 24), F32, seed=1), torch.randint(0, 11, (3, 7))
-    close(ends.embed(tokens, table, places, dtype), embed_reference(tokens, table.double(), places.double()), dtype)
-    assert ends.embed(tokens[:0], table, places, dtype).shape == (0, 7, 24)
+    close(
+        transformer.embed(tokens, table, places, dtype), embed_reference(tokens, table.double(), places.double()), dtype
+    )
+    assert transformer.embed(tokens[:0], table, places, dtype).shape == (0, 7, 24)
     assert ran("embed_fwd") == {way}
 
 
 def test_a_token_that_is_none_gives_a_row_of_nan(interpreted):
-    y = ends.embed(torch.tensor([[0, 5, -1]]), draw((5, 8), F32), draw((3, 8), F32), F32)
+    y = transformer.embed(torch.tensor([[0, 5, -1]]), draw((5, 8), F32), draw((3, 8), F32), F32)
     assert y.isnan().all(-1).tolist() == [[False, True, True]]
 
 
@@ -151,7 +153,7 @@ def test_rows_are_added_where_the_other_gradient_lies(way, deterministic, name):
     dy, tokens, before = draw((3, 7, 24), F32), torch.randint(0, 4, (3, 7)), draw((11, 24), F32, seed=1)
     dtable = before.clone()
     with override(deterministic=deterministic):
-        ends.embed_backward(dy, tokens, dtable)
+        transformer.embed_backward(dy, tokens, dtable)
     expected = before.double().index_add(0, tokens.view(-1), dy.view(-1, 24).double())
     close(dtable, expected, F32)
     assert ran("embed_bwd") == {name}
@@ -161,7 +163,7 @@ def test_rows_are_added_where_the_other_gradient_lies(way, deterministic, name):
 def test_tied_loss_leaves_rows_that_are_no_classes_alone(needs, way):
     hidden, table, targets = draw((6, 16), F32), draw((64, 16), F32, seed=1), torch.randint(0, 50, (6,))
     targets[2] = -100
-    loss, dhidden, dtable = ends.tied_loss(hidden, table, targets, 50, -100, needs)
+    loss, dhidden, dtable = transformer.tied_loss(hidden, table, targets, 50, -100, needs)
     h, t = hidden.double().requires_grad_(), table.double().requires_grad_()
     expected = functional.cross_entropy(h @ t[:50].t(), targets)
     expected.backward()
@@ -176,14 +178,14 @@ def test_tied_loss_leaves_rows_that_are_no_classes_alone(needs, way):
 
 def test_hopper_serves_what_it_says():
     case = Case(torch.device("cpu"), BF16, (128, 3072, 768), ("tanh",))
-    assert op.refuses_dz(case) == "is for sm_90"
+    assert transformer.refuses_dz(case) == "is for sm_90"
 
 
 @pytest.mark.slow
 def test_hopper_kernel_compiles_without_spills():
-    (resources,) = op.dz_program().build("sm_90a").resources.values()
+    (resources,) = transformer.dz_program().build("sm_90a").resources.values()
     assert resources.spill_bytes == resources.stack_bytes == 0
-    assert op.dz_program().shared_bytes <= 227 * 1024
+    assert transformer.dz_program().shared_bytes <= 227 * 1024
 
 
 # --- the autograd functions ------------------------------------------------------------------------------------------
@@ -395,10 +397,10 @@ def test_product_with_gelus_gradient(shape):
     M, N, K = shape
     dy, weight, z = draw((M, K), BF16, "cuda"), draw((K, N), BF16, "cuda", 1) * K**-0.5, draw((M, N), BF16, "cuda", 2)
     case = Case(dy.device, BF16, shape, ("tanh",))
-    if op.refuses_dz(case):
-        pytest.skip(f"the kernel {op.refuses_dz(case)}")
+    if transformer.refuses_dz(case):
+        pytest.skip(f"the kernel {transformer.refuses_dz(case)}")
     with force(linear_dz="hopper"):
-        dz, a, sums = op.linear_dz(dy, weight.to(BF16), z, F32)
+        dz, a, sums = transformer.linear_dz(dy, weight.to(BF16), z, F32)
     da = dy.double() @ weight.to(BF16).double()
     for each, expected in zip((dz, a, sums), dgelu_reference(da, z.double()), strict=True):
         close(each, expected, BF16)
@@ -407,9 +409,9 @@ def test_product_with_gelus_gradient(shape):
 @pytest.mark.gpu
 def test_gradients_of_a_packed_product_are_written_in_place():
     qkv = draw((2, 256, 3, 4, 64), BF16, "cuda")
-    o, lse = op.attend(qkv)
+    o, lse = transformer.attend(qkv)
     do = draw((2, 4, 256, 64), BF16, "cuda", 1)
-    found = op.attend_backward(do, qkv, o, lse)
+    found = transformer.attend_backward(do, qkv, o, lse)
     with force(attention_packed_bwd="copied"):
-        copied = op.attend_backward(do, qkv, o, lse)
+        copied = transformer.attend_backward(do, qkv, o, lse)
     close(found, copied.double(), BF16)

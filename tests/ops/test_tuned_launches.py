@@ -8,22 +8,21 @@ import torch
 
 import accelerant.ops
 from accelerant.config import override
+from accelerant.ops import elementwise, norm
 from accelerant.ops._launch import StreamKernel, launch_map
 from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
 from accelerant.ops.decode import steps as decode
-from accelerant.ops.elementwise import op as elementwise
-from accelerant.ops.embedding import op as embedding
-from accelerant.ops.gelu import op as gelu
-from accelerant.ops.linear_gelu import op as linear_gelu
-from accelerant.ops.norm import launch as norm
-from accelerant.ops.rope import op as rope
-from accelerant.ops.softmax import op as softmax
-from accelerant.ops.swiglu import op as swiglu
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch import choice_store
-from accelerant.runtime.dispatch.choice_store import CandidateTimes, key_of
-from accelerant.runtime.dispatch.race import Tuned
+from accelerant.runtime.dispatch import race
+from accelerant.runtime.dispatch.race import CandidateTimes, Tuned, key_of
+
+embedding = importlib.import_module("accelerant.ops.embedding")
+gelu = importlib.import_module("accelerant.ops.gelu")
+linear_gelu = importlib.import_module("accelerant.ops.linear_gelu")
+rope = importlib.import_module("accelerant.ops.rope")
+softmax = importlib.import_module("accelerant.ops.softmax")
+swiglu = importlib.import_module("accelerant.ops.swiglu")
 
 CPU = torch.device("cpu")
 randn = torch.randn
@@ -43,8 +42,9 @@ def found_tuned():
                 visit(value)
 
     for path in sorted(Path(accelerant.ops.__path__[0]).glob("[!_]*/*.py")):
-        if path.stem in ("launch", "op", "steps"):
-            for each in vars(importlib.import_module(f"accelerant.ops.{path.parent.name}.{path.stem}")).values():
+        if path.stem in ("__init__", "launch", "op", "steps"):
+            name = f"accelerant.ops.{path.parent.name}.{path.stem}".removesuffix(".__init__")
+            for each in vars(importlib.import_module(name)).values():
                 visit(each)
     return found
 
@@ -315,7 +315,7 @@ def test_without_a_result_the_rule_and_with_one_the_best_is_launched(name, sampl
     dtype = torch.bfloat16 if name == "cross_entropy_fwd_wide" and sizes[-1] else torch.float32
     key = key_of(f"plan {name}", dtype, TUNED[name]._bucket(*sizes))
     times = CandidateTimes({repr(usual): 1.0, repr(best): 0.5}, sources=TUNED[name]._sources())
-    choice_store.choices().keep(CPU, key, times)
+    race.choices().keep(CPU, key, times)
     TUNED[name].forget()
     assert launched(None) == by_result
     assert by_result != by_rule
@@ -333,7 +333,7 @@ def test_tuning_times_every_plan(name, interpreted, folder):
     sizes, run = SAMPLES[name][-1]()
     with override(tune="first_use"):
         run(None)
-    (entry,) = choice_store.choices().entries(CPU).values()
+    (entry,) = race.choices().entries(CPU).values()
     assert set(entry.ms) == set(plans_of(name, sizes)[1])
     assert not entry.failed
 

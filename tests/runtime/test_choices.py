@@ -11,9 +11,9 @@ import torch
 
 from accelerant import ops
 from accelerant.config import override
-from accelerant.runtime.dispatch import choice_store as module
 from accelerant.runtime.dispatch import operations
-from accelerant.runtime.dispatch.choice_store import TABLES, CandidateTimes, Choices, choices, key_of, model_of, rounded
+from accelerant.runtime.dispatch import race as module
+from accelerant.runtime.dispatch.race import TABLES, CandidateTimes, Choices, choices, key_of, model_of, rounded
 
 CPU = torch.device("cpu")
 KEY = "probe float32 4 8"
@@ -306,11 +306,11 @@ def test_a_measurement_of_other_sources_is_not_used_and_is_replaced(tmp_path, mo
 
 
 def test_the_sources_of_an_op_are_its_own():
-    from accelerant.ops.norm import launch
+    from accelerant.ops import norm
 
-    files = module._closure([launch.__name__])
+    files = module._closure([norm.__name__])
     names = {path.relative_to(module._ROOT).as_posix() for path in files}
-    assert {"ops/norm/launch.py", "ops/norm/triton_kernels.py", "ops/_launch.py"} <= names
+    assert {"ops/norm/__init__.py", "ops/norm/triton_kernels.py", "ops/_launch.py"} <= names
     assert not any(name.startswith(("ops/softmax", "runtime")) for name in names)
 
 

@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError, OutOfMemory
+from accelerant.ops import norm
 from accelerant.ops.norm import cases as norm_cases
-from accelerant.ops.norm import launch as norm_launch
 from accelerant.ops.softmax import cases as softmax_cases
-from accelerant.ops.softmax import op as softmax_op
 from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.runtime.compilation import triton
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.providers import cuda_launch
 from accelerant.runtime.providers.cuda import CudaProvider
+
+softmax_op = importlib.import_module("accelerant.ops.softmax")
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
 
@@ -183,8 +184,8 @@ def run_rows(M, N):
     x, vector = torch.zeros(M, N, dtype=torch.float16), torch.zeros(N)
     softmax_op.launch("fwd", False, (x,), 1)
     softmax_op.launch("bwd", False, (x, x), 1)
-    _, statistics = norm_launch.launch_forward(True, x, vector, vector, 1e-5)
-    norm_launch.launch_backward(True, x, x, vector, vector, statistics, 1e-5, (True, True, True))
+    _, statistics = norm.launch_forward(True, x, vector, vector, 1e-5)
+    norm.launch_backward(True, x, x, vector, vector, statistics, 1e-5, (True, True, True))
 
 
 @pytest.mark.parametrize("N", [1024, 1000, 1004, 1002, 1001])

@@ -18,7 +18,7 @@ from probes import CASE, CPU, failing, operation, ran
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
-from accelerant.runtime.dispatch import Case, Implementation, choice_store, explain_quietly, force, saved_by
+from accelerant.runtime.dispatch import Case, Implementation, explain_quietly, force, race, saved_by
 from accelerant.runtime.dispatch import operation as dispatch
 
 
@@ -51,8 +51,8 @@ def ship(monkeypatch, folder, model, entries):
     (folder / "tables").mkdir()
     body = {"format": 1, "device": "Card", "serves": [model], "entries": entries}
     (folder / "tables" / "card.json").write_text(json.dumps(body))
-    store = choice_store.Choices(folder / "choices", folder / "tables")
-    monkeypatch.setitem(choice_store._stores, folder / "choices", store)
+    store = race.Choices(folder / "choices", folder / "tables")
+    monkeypatch.setitem(race._stores, folder / "choices", store)
 
 
 def decided(op, case=CASE, *args):
@@ -100,7 +100,7 @@ def test_a_result_holds_for_other_settings_and_processes(racing, book):
     assert op(CASE) == "torch"
     with override(race="off"):
         assert op(CASE) == "torch"
-    choice_store._stores.clear()
+    race._stores.clear()
     later, own, other = contest()
     with override(race="off"):
         assert later(CASE) == "torch"
@@ -108,9 +108,9 @@ def test_a_result_holds_for_other_settings_and_processes(racing, book):
 
 
 def test_a_shipped_table_serves_until_there_is_a_local_result(racing, book, monkeypatch):
-    key = choice_store.key_of("probe", torch.float32, (4, 8))
+    key = race.key_of("probe", torch.float32, (4, 8))
     ms = {"own": 2.0, "torch": 1.0, "gone": 0.1}
-    ship(monkeypatch, racing, choice_store.model_of(CPU), {key: {"ms": ms, "case": "4x8 float32"}})
+    ship(monkeypatch, racing, race.model_of(CPU), {key: {"ms": ms, "case": "4x8 float32"}})
     op, own, _ = contest(own=1e-4, other=4e-3)
     with override(race="off"):
         decision = decided(op)
@@ -126,7 +126,7 @@ def test_a_shipped_table_serves_until_there_is_a_local_result(racing, book, monk
 def untabled(book, tmp_path, monkeypatch):
     """A device whose model no table serves, next to one with a table, under the default settings."""
     entries = {
-        choice_store.key_of("probe", torch.float32, (rows, 8, "none")): {"ms": ms, "case": f"{rows}x8 float32"}
+        race.key_of("probe", torch.float32, (rows, 8, "none")): {"ms": ms, "case": f"{rows}x8 float32"}
         for rows, ms in {64: {"own": 1.0, "torch": 2.0}, 8192: {"own": 2.0, "torch": 1.0}}.items()
     }
     ship(monkeypatch, tmp_path, "Card", entries)
@@ -171,8 +171,8 @@ def test_without_a_race_an_own_kernel_is_first_where_it_won_on_the_nearest_model
 
 @pytest.mark.gpu
 def test_a_gpu_without_a_table_races_by_default(tmp_path, monkeypatch):
-    store = choice_store.Choices(tmp_path / "choices", tmp_path / "tables")
-    monkeypatch.setitem(choice_store._stores, tmp_path / "choices", store)
+    store = race.Choices(tmp_path / "choices", tmp_path / "tables")
+    monkeypatch.setitem(race._stores, tmp_path / "choices", store)
     monkeypatch.setattr(dispatch, "_race_s", 0.0)
     x = torch.randn(1 << 20, device="cuda", dtype=torch.bfloat16)
     with override(cache_dir=tmp_path):
@@ -197,7 +197,7 @@ def test_an_op_may_say_what_a_race_stands_for(racing, book):
     op = operation(
         Implementation("own", own),
         Implementation("torch", other),
-        bucket=lambda case: (*choice_store.rounded(case.shape[:1]), case.shape[1]),
+        bucket=lambda case: (*race.rounded(case.shape[:1]), case.shape[1]),
     )
     op(Case(CPU, torch.float32, (4, 80), ("a",)))
     raced = other.calls
@@ -221,7 +221,7 @@ def test_who_fails_in_a_race_is_out_and_a_preferred_one_counts_as_a_fallback(rac
     )
     assert ran(book) == {("probe", "plain"): 1}
     op.forget()
-    choice_store._stores.clear()  # another process knows from the file
+    race._stores.clear()  # another process knows from the file
     with override(race="off"):
         decision = decided(op)
     assert decision.implementation == "plain"

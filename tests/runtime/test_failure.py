@@ -11,7 +11,7 @@ import torch
 from accelerant.config import override
 from accelerant.errors import DeviceLost, FallbackWarning, LaunchError, OutOfMemory
 from accelerant.nn import GPT, GPTConfig
-from accelerant.ops.norm.launch import TUNED as NORM_PLANS
+from accelerant.ops.norm import TUNED as NORM_PLANS
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.ledger import ledger

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from accelerant.runtime import registry
-from accelerant.runtime.monitoring import nvidia
-from accelerant.runtime.monitoring.nvidia import driver_version, matrix_dtypes, minimum_driver, slow_down_reasons
+from accelerant.runtime.monitoring import readers
+from accelerant.runtime.monitoring.readers import driver_version, matrix_dtypes, minimum_driver, slow_down_reasons
 from accelerant.runtime.provider import room_fraction
 from accelerant.runtime.providers import cuda
 
@@ -41,7 +41,7 @@ def test_the_minimum_driver_is_that_of_the_major_version():
     (11040, "12.6", "12.9.10", r"up to 11\.4; .*525\.60\.13"),
 ])  # fmt: skip
 def test_a_driver_that_is_too_old_says_what_to_install(driver, torch_cuda, bindings, said):
-    problem = nvidia.driver_problem(driver, torch_cuda, bindings)
+    problem = readers.driver_problem(driver, torch_cuda, bindings)
     assert bool(problem) == bool(said)
     assert re.search(said, problem)
 
@@ -58,14 +58,14 @@ def test_the_probe_reports_an_old_driver_and_hidden_devices(monkeypatch):
 
 def test_a_gpu_that_is_too_old_for_kernels():
     assert (
-        nvidia.capability_problem(7, 0) == "its compute capability is 7.0, and kernels are compiled for 7.5 and newer"
+        readers.capability_problem(7, 0) == "its compute capability is 7.0, and kernels are compiled for 7.5 and newer"
     )
-    assert nvidia.capability_problem(7, 5) == nvidia.capability_problem(12, 0) == ""
+    assert readers.capability_problem(7, 5) == readers.capability_problem(12, 0) == ""
 
 
 def test_dtypes_by_compute_capability():
-    assert nvidia.cuda_dtypes(7, 5) == ["float64", "float32", "float16"]
-    assert nvidia.cuda_dtypes(9, 0)[-1] == "float8_e5m2"
+    assert readers.cuda_dtypes(7, 5) == ["float64", "float32", "float16"]
+    assert readers.cuda_dtypes(9, 0)[-1] == "float8_e5m2"
     assert matrix_dtypes(7, 5) == ["float16", "int8"]
     assert matrix_dtypes(8, 0)[0] == matrix_dtypes(9, 0)[0] == "float64"
     assert "float64" not in matrix_dtypes(8, 6) + matrix_dtypes(8, 9) + matrix_dtypes(12, 0)
@@ -86,7 +86,7 @@ def test_dtypes_by_compute_capability():
     ("MIG-56c3,MIG-57c3", "one MIG slice, .* name MIG-56c3 alone"),
 ])  # fmt: skip
 def test_what_cuda_visible_devices_hides(value, said):
-    problem = nvidia.visible_devices_problem(value)
+    problem = readers.visible_devices_problem(value)
     assert bool(problem) == bool(said)
     assert re.search(said, problem)
 
@@ -98,7 +98,7 @@ def test_what_cuda_visible_devices_hides(value, said):
     ("NVIDIA H200", ""),
 ])  # fmt: skip
 def test_the_profile_of_a_slice_is_in_its_name(name, profile):
-    assert nvidia.profile_of(name) == profile
+    assert readers.profile_of(name) == profile
 
 
 def test_masks_of_slowed_clocks():
@@ -113,7 +113,7 @@ def test_masks_of_slowed_clocks():
 def test_without_nvml_no_slice_is_listed():
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    assert nvidia.hidden_slices(set()) == []
+    assert readers.hidden_slices(set()) == []
 
 
 def test_the_automatic_fraction_leaves_what_others_hold():

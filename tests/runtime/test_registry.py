@@ -14,8 +14,7 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.providers import cuda
-from accelerant.runtime.providers.rocm import rocm_description
-from accelerant.runtime.providers.torch_devices import TorchProvider, torch_provider
+from accelerant.runtime.providers.torch_devices import TorchProvider, rocm_description, torch_provider
 from accelerant.runtime.registry import find_device
 from accelerant.testing import FakeProvider
 

@@ -13,7 +13,7 @@ from accelerant.algebra.msm import device_plan as msm
 from accelerant.algebra.ntt.rns import rns_source
 from accelerant.errors import CompileError
 from accelerant.privacy.random import keystream_source
-from accelerant.runtime.compilation.hip import compile_hip, hip_key, hiprtc_version
+from accelerant.runtime.compilation.cuda import compile_hip, hip_key, hiprtc_version
 from accelerant.runtime.compilation.kernel import CompileOptions, KernelSource
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import self_test_source
@@ -84,7 +84,7 @@ def test_hip_refuses_to_load_without_a_device(tmp_path):
     program = """
 import sys
 from accelerant.errors import CompileError
-from accelerant.runtime.providers.rocm import _LoadedFunction
+from accelerant.runtime.providers.torch_devices import _LoadedFunction
 try:
     _LoadedFunction(open(sys.argv[1], "rb").read(), "self_test", "the self-test")
 except CompileError as error:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from accelerant.config import override
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, choice_store, force
-from accelerant.runtime.dispatch.choice_store import CandidateTimes
-from accelerant.runtime.dispatch.race import Tuned, tune
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, force, race
+from accelerant.runtime.dispatch.race import CandidateTimes, Tuned, tune
 
 CPU = torch.device("cpu")
 
@@ -70,11 +69,11 @@ def test_the_best_is_found_once_for_a_bucket_and_kept(folder, launches):
         assert len(launches.plans) == measured
         assert plan(CPU, torch.float32, (7, 17), launches) == Plan(4)
         assert len(launches.plans) > measured
-    (found, _) = choice_store.choices().entries(CPU).items()
+    (found, _) = race.choices().entries(CPU).items()
     assert found[0] == "plan probe_fwd float32 8 16"
     assert set(found[1].ms) == {repr(Plan(rows)) for rows in (1, 2, 4)}
     assert found[1].failed == {repr(Plan(64)): "ValueError: too many rows"}
-    choice_store._stores.clear()  # as another process would
+    race._stores.clear()  # as another process would
     assert tuned()(CPU, torch.float32, (8, 16)) == Plan(4)
     assert tuned()(CPU, torch.float16, (8, 16)) == Plan(1)
 
@@ -88,10 +87,10 @@ def test_what_was_chosen_before_is_chosen_anew_after_measuring(folder, launches)
 
 
 def test_a_plan_that_is_no_candidate_any_more_is_not_used(folder):
-    key = choice_store.key_of("plan probe_fwd", torch.float32, (8, 16))
-    choice_store.choices().keep(CPU, key, CandidateTimes({"Plan(rows=3, warps=4)": 0.1}))
+    key = race.key_of("plan probe_fwd", torch.float32, (8, 16))
+    race.choices().keep(CPU, key, CandidateTimes({"Plan(rows=3, warps=4)": 0.1}))
     assert tuned()(CPU, torch.float32, (8, 16)) == Plan(1)
-    choice_store.choices().keep(CPU, key, CandidateTimes({repr(Plan(2)): 0.5, repr(Plan(1)): 0.505}))
+    race.choices().keep(CPU, key, CandidateTimes({repr(Plan(2)): 0.5, repr(Plan(1)): 0.505}))
     assert tuned()(CPU, torch.float32, (8, 16)) == Plan(1)  # the rule wins a tie
 
 

@@ -12,8 +12,7 @@ from accelerant.algebra.field.program import kernel_source
 from accelerant.config import override
 from accelerant.errors import CompileError, DeviceLost, FormatError, LaunchError, OutOfMemory
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.wgsl import bindings
+from accelerant.runtime.compilation.kernel import KernelSource, bindings
 from requirements import require_backend
 
 P = FIELDS["goldilocks"].modulus

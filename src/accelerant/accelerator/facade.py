@@ -40,7 +40,7 @@ from accelerant.accelerator.methods import (
 from accelerant.algebra.field.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
 from accelerant.errors import ConfigError, OutOfMemory, UnsupportedCase
-from accelerant.ops.gelu.portable import gelu_on
+from accelerant.ops.gelu import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.files import clipped

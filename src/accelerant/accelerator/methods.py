@@ -27,9 +27,8 @@ from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
-from accelerant.ops._cases import Fractions, Indices, SampleInput, Stated
 from accelerant.ops._library import own_keywords
-from accelerant.ops.registry import PublicOp, public_op, watch
+from accelerant.ops.registry import Fractions, Indices, PublicOp, SampleInput, Stated, public_op, watch
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.files import JsonRecord, clipped, plain

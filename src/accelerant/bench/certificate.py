@@ -37,8 +37,7 @@ from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.ntt.plan import ntt_reference
 from accelerant.bench.record import installed_version
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.ops._cases import SampleInput, Tolerance, draw
-from accelerant.ops.registry import PublicOp, public_ops
+from accelerant.ops.registry import PublicOp, SampleInput, Tolerance, draw, public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import explain_quietly
 from accelerant.runtime.files import decode_json, read_regular, typed, write_together
@@ -479,8 +478,7 @@ _ADAMW: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, 
 
 def _run_adamw(sample: SampleInput, dtype: torch.dtype, device: ComputeDevice) -> Iterator[Found]:
     """Two steps, the second from the state of the first."""
-    from accelerant.ops.multi_tensor.op import AdamWGroup, Update, adamw_reference, adamw_step, case_of
-    from accelerant.ops.multi_tensor.tables import Tensors, Workspace
+    from accelerant.ops.multi_tensor import AdamWGroup, Tensors, Update, Workspace, adamw_reference, adamw_step, case_of
 
     params = [_present(on_device(x, device)) for x in sample.tensors(dtype)]
     grads = [_present(on_device(draw(x.shape, dtype, seed=500 + i), device)) for i, x in enumerate(params)]

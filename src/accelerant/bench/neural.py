@@ -52,8 +52,7 @@ from accelerant.bench.suites import Task, compile_first, compiling, groups_of, o
 from accelerant.bench.timer import first_ms, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost, OutOfMemory
-from accelerant.ops._cases import Benchmark
-from accelerant.ops.registry import public_op
+from accelerant.ops.registry import Benchmark, public_op
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly

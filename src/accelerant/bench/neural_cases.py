@@ -23,8 +23,7 @@ from torch import Tensor
 from accelerant.bench.record import NAIVE, NUMPY, OURS, UNFUSED
 from accelerant.bench.subjects import COMPOSITIONS, NOT_BY_ROWS, OPS, attention_flops, unfused, varlen_flops
 from accelerant.errors import ConfigError
-from accelerant.ops._cases import Benchmark, Fractions, Indices, SampleInput, Stated
-from accelerant.ops.registry import public_op
+from accelerant.ops.registry import Benchmark, Fractions, Indices, SampleInput, Stated, public_op
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 

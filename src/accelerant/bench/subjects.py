@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._cases import SampleInput, Subject
-from accelerant.ops.registry import public_op, watch
+from accelerant.ops.registry import SampleInput, Subject, public_op, watch
 
 
 def _torch_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from accelerant.runtime.compilation.cache import CacheEntry
-    from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
+    from accelerant.runtime.compilation.cuda import CompilerMessage, EntryPoint, Inspection
     from accelerant.runtime.compilation.kernel import KernelSource
     from accelerant.runtime.provider import ComputeProvider
 
@@ -125,7 +125,7 @@ class CompileCommand:
             raise typer.Exit(1)
 
     def _compiled(self, file: Path, text: str, targets: Sequence[str]) -> tuple[list[Inspection], _Failed]:
-        from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_amd, inspect_cuda, read_messages
+        from accelerant.runtime.compilation.cuda import CompilerMessage, inspect_amd, inspect_cuda, read_messages
 
         macros = (macro.partition("=") for macro in self.define or ())
         options = CompileOptions(
@@ -170,7 +170,7 @@ def _read(file: Path) -> str:
 
 def known_targets_of(names: list[str]) -> list[str]:
     """Return the named architectures; ConfigError for one that the compiler does not know."""
-    from accelerant.runtime.compilation.inspect import known_targets
+    from accelerant.runtime.compilation.cuda import known_targets
     from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 
     known = known_targets() if names else ()
@@ -244,7 +244,7 @@ def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str | Text, ...]:
 
 
 def _to_dict(file: str, targets: list[str], done: list[Inspection], failed: _Failed, ptx: bool) -> dict[str, Any]:
-    from accelerant.runtime.compilation.inspect import amd_compiler, nvrtc_version
+    from accelerant.runtime.compilation.cuda import amd_compiler, nvrtc_version
 
     rows: list[dict[str, Any]] = [
         {

@@ -41,8 +41,7 @@ from accelerant.runtime.compilation.kernel import Builder
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.monitoring.monitor import Sample, sample
-from accelerant.runtime.monitoring.nvidia import driver_version, minimum_driver, visible_devices_problem
-from accelerant.runtime.monitoring.readers import nvml_missing
+from accelerant.runtime.monitoring.readers import driver_version, minimum_driver, nvml_missing, visible_devices_problem
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 
 _TIMEOUT_S = 60
@@ -224,8 +223,7 @@ def _nvrtc() -> Iterator[Check]:
         needed: Status = "failed" if _nvidia_is_there() else "ok"
         yield Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
         return
-    from accelerant.runtime.compilation.cuda import compile_cuda
-    from accelerant.runtime.compilation.inspect import nvrtc_version
+    from accelerant.runtime.compilation.cuda import compile_cuda, nvrtc_version
 
     binary, took = _timed(lambda: compile_cuda(field_add_source(), "sm_90"))
     bindings = installed_version("cuda-bindings")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from accelerant.bench.neural import TuneResult
-    from accelerant.runtime.dispatch.choice_store import CandidateTimes
+    from accelerant.runtime.dispatch.race import CandidateTimes
 
 _EXAMPLES = """\
 accelerant tune
@@ -72,7 +72,7 @@ def tune(
     from accelerant.bench.subjects import OPS
     from accelerant.bench.suite import check_names, dtypes_named
     from accelerant.runtime import registry
-    from accelerant.runtime.dispatch.choice_store import choices
+    from accelerant.runtime.dispatch.race import choices
 
     check_names("--op", "op", op or (), tuple(OPS))
     dtypes = list(dtypes_named(dtype or ("bfloat16", "float32")).values())
@@ -135,7 +135,7 @@ def _entries_of(table: Path) -> dict[str, Any]:
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:
     """Write the known results of a device, and `before` where there is no newer one; return the number of entries."""
-    from accelerant.runtime.dispatch.choice_store import choices
+    from accelerant.runtime.dispatch.race import choices
 
     body = choices().table(device, serves=serves)
     body["entries"] = dict(sorted({**before, **body["entries"]}.items()))

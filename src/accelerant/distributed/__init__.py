@@ -12,8 +12,12 @@ from accelerant.distributed.context_parallel import (
     join_sequence,
     split_sequence,
 )
-from accelerant.distributed.sharding import shard
-from accelerant.distributed.tensor_parallel import tensor_parallel, vocabulary_parallel_cross_entropy, whole_state_dict
+from accelerant.distributed.tensor_parallel import (
+    shard,
+    tensor_parallel,
+    vocabulary_parallel_cross_entropy,
+    whole_state_dict,
+)
 
 __all__ = [
     "context_parallel", "context_parallel_attention", "join_sequence", "shard", "split_sequence", "tensor_parallel",

@@ -30,14 +30,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelerant import ops
-from accelerant.distributed.sharding import group_of
+from accelerant.distributed.tensor_parallel import group_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.models.gpt import GPT
 from accelerant.nn.models.language_model import LanguageModel, require_tokens
 from accelerant.nn.models.llama import Llama, LlamaAttention
 from accelerant.nn.transformer import MultiHeadAttention
 from accelerant.ops._launch import ceil_div, next_power_of_2
-from accelerant.ops.attention.op import attention_bwd, check_heads, checked, options_of, shapes_of
+from accelerant.ops.attention import attention_bwd, check_heads, checked, options_of, shapes_of
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case
 
@@ -45,9 +45,6 @@ M = TypeVar("M", bound=LanguageModel)
 
 _MERGE = TritonKernel("accelerant.distributed.triton_kernels", "merge")
 _MERGED_ROWS = 16
-
-
-# --- the split of a sequence -----------------------------------------------------------------------------------------
 
 
 def split_sequence(

@@ -1,34 +1,31 @@
-"""Tensor parallelism for Llama: each of N processes holds and computes 1/N of every layer, for the same tokens.
+"""Models split over processes: FSDP2 by blocks (`shard`), and tensor parallelism, 1/N of every layer of a Llama.
 
     attention   heads / N of the queries, kv_heads / N of keys and values: rows of qkv, columns of the projection
     MLP         hidden / N: rows of gate and up, columns of down
     vocabulary  vocab_size / N: rows of the embedding and of the output layer
 
-A block adds up partial results twice, and in the backward pass gradients twice: 4 all-reduces of B T width elements in
-a training step, 2 in a decoding step, each one kernel between the GPUs of a host (runtime/processes.py). Norms and the
-residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so the same
-kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimizers of accelerant.nn understand.
-
-The loss exchanges the log-sum-exp and the target's logit of each token, never logits:
+A block adds up partial results twice, and in the backward pass gradients twice. The loss exchanges the log-sum-exp and
+the target's logit of each token:
 
     L_r = log sum_{j in r} exp x_j        L = m + log sum_r exp(L_r - m), m = max_r L_r        loss = L - x_target
 
-Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277; Shoeybi et al. 2019,
+arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from accelerant import ops
-from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear, RMSNorm, rms_eps
 from accelerant.nn.models import hugging_face
@@ -36,10 +33,94 @@ from accelerant.nn.models.language_model import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear, load_model
 from accelerant.nn.models.tokenizer import ModelTokenizer
 from accelerant.nn.quantization import LinearInt8
-from accelerant.ops.cross_entropy.op import check_loss, check_targets
+from accelerant.ops.cross_entropy import check_loss, check_targets
 from accelerant.ops.decode.steps import usual_plan
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.processes import PeerSum
+
+# --- fully sharded models --------------------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def group_of(mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """Return the processes of a group or of a mesh of one dimension, all for None; ConfigError for others."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError("torch.distributed is not initialized: start with torchrun and call init_process_group")
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ConfigError(f"expected a mesh of one dimension, got {mesh.mesh_dim_names}: pass one, as mesh['name']")
+        return mesh.get_group()
+    if mesh is None:
+        return dist.group.WORLD  # type: ignore[return-value]  # initialized, as checked above
+    return mesh
+
+
+def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, reshard_after_forward: bool = True) -> M:
+    """Shard a model's parameters over processes by FSDP2, block by block.
+
+    Every process calls it with the same parameters and from then on calls the model on its own examples. Gradients are
+    the mean over the processes. Create the optimizer afterwards: accelerant.nn.optim clips by the norm over all
+    processes. Call `loss` or the model itself; other methods see parts of the parameters.
+
+    Args:
+        model: a model of accelerant.nn, a patched Hugging Face model, or another module whose blocks are in an
+            nn.ModuleList; modified in place. It may be a Llama that `tensor_parallel` split over another dimension of
+            the mesh.
+        mesh: of one dimension; or two, of which parameters are sharded over the last and repeated over the first.
+        precision: dtype in which parameters are gathered and layers compute, bfloat16 or float16; gradients are reduced
+            and parameters updated in their own dtype. None: their own. TrainStep(precision=) of the same dtype adds a
+            loss in float32.
+        reshard_after_forward: free a block's parameters after its forward pass. False keeps those of all blocks for the
+            backward pass, in `precision`: one gather less in a step.
+
+    Returns:
+        the model.
+
+    Raises:
+        ConfigError: torch.distributed is not initialized; a precision or number of dimensions not listed above.
+        UnsupportedCase: the model is sharded already, or has no blocks.
+    """
+    group_of(None)  # raises without processes
+    if mesh.ndim > 2:
+        raise ConfigError(f"shard takes a mesh of one or two dimensions, got {mesh.mesh_dim_names}")
+    if precision not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"precision must be bfloat16, float16, float32 or None, got {precision}")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UnsupportedCase(f"this {type(model).__name__} is sharded already")
+    blocks = _blocks(model)
+    if not blocks:
+        raise UnsupportedCase(
+            f"shard takes a model with blocks in an nn.ModuleList, {type(model).__name__} has none: call torch's "
+            "fully_shard on its parts"
+        )
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=None if precision is None else torch.float32)
+    # A block's inputs have the right dtype already; the rotary tables among them stay in float32.
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    for block in blocks:  # the backward pass begins with the last one
+        free = reshard_after_forward and block is not blocks[-1]
+        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=free)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    changed: Any = model
+    for name in ("loss", "prefill"):
+        if hasattr(model, name):
+            register_fsdp_forward_method(changed, name)
+    return model
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the outermost lists of modules of one class, with parameters."""
+    blocks: list[nn.Module] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if not isinstance(module, nn.ModuleList) or inside or len({type(each) for each in module}) != 1:
+            continue
+        if all(next(each.parameters(), None) is not None for each in module):
+            lists.append(name)
+            blocks += module
+    return blocks
+
 
 # --- exchanges -------------------------------------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, Unsuppor
 from accelerant.ops._images import Pair, pair
 from accelerant.ops._library import autocast_dtype, autocasts, is_plain, keys_of, name_of, ordinary_keys
 from accelerant.ops._per_example import is_traced
-from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, Float8Weights, refuses_device
-from accelerant.ops.recurrent.op import recurrent
+from accelerant.ops.linear_fp8 import MULTIPLE, Float8Weight, Float8Weights, refuses_device
+from accelerant.ops.recurrent import recurrent
 from accelerant.ops.transformer.block import fused_linear
 from accelerant.runtime.memory.limits import only_counts
 

@@ -21,7 +21,8 @@ from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.layers import dtype_of
 from accelerant.ops._library import is_distributed, is_ordinary, is_plain, name_of
-from accelerant.ops.multi_tensor.op import (
+from accelerant.ops.multi_tensor import (
+    DTYPES,
     AdamWGroup,
     SGDGroup,
     Tensors,
@@ -38,8 +39,8 @@ from accelerant.ops.multi_tensor.op import (
     torch_norm,
     torch_sgd,
 )
-from accelerant.ops.multi_tensor.tables import DTYPES, capturing
 from accelerant.runtime.dispatch import Operation
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["SGD", "Adam", "AdamW", "clip_grad_norm_"]
 

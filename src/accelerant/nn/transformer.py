@@ -27,9 +27,9 @@ from accelerant.nn.layers import (
     require_width,
 )
 from accelerant.ops._library import name_of
-from accelerant.ops.attention.op import attend_by_torch, torch_sdpa
-from accelerant.ops.matmul.op import may_use_onednn
-from accelerant.ops.norm.op import torch_composite
+from accelerant.ops.attention import attend_by_torch, torch_sdpa
+from accelerant.ops.matmul import may_use_onednn
+from accelerant.ops.norm import torch_composite
 from accelerant.ops.transformer.block import BlockSpec, ColumnSums, fused_attention, fused_block, fused_mlp
 from accelerant.runtime.compilation.triton import interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of

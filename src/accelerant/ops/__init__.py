@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerant.ops.attention import attention, attention_varlen
-from accelerant.ops.attention.op import scaled_dot_product_attention as scaled_dot_product_attention
+from accelerant.ops.attention import attention
+from accelerant.ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
+from accelerant.ops.attention.varlen import attention_varlen
 from accelerant.ops.conv2d import conv2d
 from accelerant.ops.cross_entropy import cross_entropy
 from accelerant.ops.decode import attention_decode, attention_paged
@@ -33,8 +34,8 @@ from accelerant.ops.linear_int4 import linear_int4
 from accelerant.ops.linear_int4.op import quantize_int4 as quantize_int4
 from accelerant.ops.linear_int8 import linear_int8
 from accelerant.ops.losses import binary_cross_entropy, binary_cross_entropy_with_logits, l1_loss, mse_loss
+from accelerant.ops.matmul import linear as linear
 from accelerant.ops.matmul import matmul
-from accelerant.ops.matmul.op import linear as linear
 from accelerant.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from accelerant.ops.pool2d import avg_pool2d, max_pool2d
 from accelerant.ops.quantize_int8 import quantize_int8

@@ -1,27 +1,7 @@
 """A differentiable op as one declaration: from the public call to the kernels, autograd, and torch's registration.
 
-An op's module states what is its own: the forward and backward Operations, what to save in between, and torch's
-functions that compute the same. Everything else is here. Plain tensors go straight to the kernels, traced ones through
-torch's dispatcher, and CPU tensors to torch's own function where that serves best (CpuFastPath).
-
-    _cpu = CpuFastPath(lambda x, weight=None, *, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps))
-
-    @_cpu
-    def rms_norm(x, weight=None, *, eps=1e-6):
-        ...                           # checks the arguments
-        return _rms_norm(x, weight, eps)
-
-    _rms_norm = DifferentiableOp(
-        "rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)",
-        operation=rms_norm_fwd,       # (x, weight, eps) -> (y, rstd)
-        case=_case,                   # (x, weight, eps) -> Case
-        backward=_backward,           # (dy, x, weight, rstd, eps, needs) -> (dx, dweight)
-        saves=("x", "weight", "rstd"),
-        gradients={"x": "x", "weight": "weight"},
-        composite=_composite,         # (x, weight, eps) -> y
-        fake=_fake,                   # (x, weight, eps) -> (y, rstd)
-        cpu=_cpu,
-    )
+Plain tensors go straight to the kernels, traced ones through torch's dispatcher, and CPU tensors to torch's own
+function where that serves best (CpuFastPath). ops/softmax is an example.
 """
 
 from __future__ import annotations
@@ -82,12 +62,7 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 
 
 class _Kind(NamedTuple):
-    """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack.
-
-    `check` compares `tensors` tensors in all but their memory, `last` is the last argument; `small` calls are torch's
-    for few elements of a GPU. `run` and `record` are of torch's function where it serves, `apply` is the op's autograd
-    function where that does; with neither the public one does.
-    """
+    """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack."""
 
     length: int
     tensors: int
@@ -133,13 +108,7 @@ def _are(values: Sequence[object], others: Sequence[object]) -> bool:
 
 
 class _ThreadState(threading.local):
-    """The state of a thread that an op shares with the CpuFastPath of its public function.
-
-    Attributes:
-        by_torch: record and Operation of the last call that ran torch's implementation.
-        small: the public function is called on few elements of a GPU, which torch is to serve.
-        watching: `applied` is to become the op's `bound`, arguments and results where it applies its autograd function.
-    """
+    """The state of a thread that an op shares with the CpuFastPath of its public function."""
 
     by_torch: Any = None
     small: bool = False
@@ -150,21 +119,15 @@ class _ThreadState(threading.local):
 class CpuFastPath:
     """Leaves an op's CPU calls to torch's function and torch's own autograd, where torch alone serves them.
 
-    An autograd function in Python costs several times a small call, and validation, the case and its plan another 2 to
-    15 us. So the public function, decorated with this object, remembers each kind of call (the tensors' _check_of, the
-    options, whether gradients are recorded) that dispatch left to torch; `function`, with the same parameters, makes
-    the next one. Everything else (other devices, layouts unless `any_layout`, subclasses, modes, transforms,
-    torch.compile, autocast, settings that a choice depends on, `explain`, calls to be timed, errors) is the public
-    function's. Both give the same bits in the same layout and save the same, since torch's checkpoint compares what two
-    runs save.
+    The public function, decorated with this object, remembers each kind of call (the tensors' _check_of, the options,
+    whether gradients are recorded) that dispatch left to torch; `function`, with the same parameters, makes the next
+    one. Everything else is the public function's. Both give the same bits and save the same.
 
-    `serves` and `small`, asked once per kind, say whether `function` gives the same for these arguments, on a CPU
-    (None: always) and, but for rounding, for few elements of a GPU outside of captures (None: never; of any number with
-    `any_size`), where torch's functions need half of our host time. With `pure`, calls that differ in their tensors
-    alone are the same to the public function, so that the last kind that reached the op's autograd function is
-    recognized, too; it is learned at the 1st, 2nd, 4th, ... call that is not. `bind`, asked once per kind, returns a
-    function that does the same as `function` in less time for calls of the kind, or None. `args` follow the op's own
-    where torch's implementation runs.
+    `serves` and `small`, asked once per kind, say whether `function` gives the same on a CPU (None: always) and, but
+    for rounding, for few elements of a GPU outside of captures (None: never; of any number with `any_size`). With
+    `pure`, calls that differ in their tensors alone are the same to the public function, so that the kind that reached
+    the op's autograd function is recognized too. `bind`, asked once per kind, returns a faster `function` for it, or
+    None. `args` follow the op's own where torch's implementation runs.
     """
 
     def __init__(
@@ -518,7 +481,6 @@ class DifferentiableOp:
         )
 
     def _define_backward(self, parameters: Sequence[str], results: int) -> Callable[..., Any]:
-        """Register the backward pass with torch."""
         returns = ", ".join(["Tensor"] * results)
         return define(
             f"{self.name}_backward({', '.join([*parameters, 'bool[] needs'])}) -> "
@@ -712,7 +674,6 @@ class DifferentiableOp:
     # --- registration ------------------------------------------------------------------------------------------------
 
     def _cut(self, results: Any) -> Any:
-        """Return the public ones of all results."""
         if not isinstance(results, (tuple, list)):
             return results
         return results[0] if self.public == 1 else tuple(results[: self.public])

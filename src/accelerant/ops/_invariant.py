@@ -1,9 +1,7 @@
 """A linear layer whose result of a row is the same, bit for bit, whatever rows come with it and however many.
 
-Libraries choose the order of a sum by the number of rows. On the CPU the products are those of _rows.py. On a GPU the
-tile of the output follows from the number of rows, but every sum runs over K in the order of the columns, 16 of them in
-each instruction of tensor cores, and is never split; that of an int8 weight and x in 24-bit integers is exact, so that
-its order does not matter.
+On the CPU the products are those of _rows.py. On a GPU the tile follows from the number of rows, but every sum runs
+over K in the order of the columns, 16 in each instruction, and is never split.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant import ops
-from accelerant.ops import _rows
+from accelerant.ops import _rows, norm
 from accelerant.ops._hopper import is_hopper
 from accelerant.ops._launch import next_power_of_2
 from accelerant.ops._library import refuses_triton_kernel
 from accelerant.ops.linear_int4 import op as linear_int4
 from accelerant.ops.linear_int8 import op as linear_int8
 from accelerant.ops.linear_int8.op import Int8Tile
-from accelerant.ops.norm import launch as norm_launch
-from accelerant.ops.swiglu import op as swiglu_op
+from accelerant.ops.swiglu import launch_forward, row_plan
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import OpRecord, count_call, ledger
 
@@ -33,7 +30,6 @@ _TILE_ROWS = 16
 
 @functools.lru_cache(4096)
 def _record(op: str, implementation: str, device: torch.device, case: tuple[object, ...]) -> OpRecord:
-    """Return the ledger's record of a weight, whatever the rows."""
     text = " ".join(str(each).removeprefix("torch.") for each in case)
     key = (op, implementation, device.type, str(device), f"{text}, any rows")
     return ledger().record(OpRecord(*key, implementation != "torch", reason="its rows do not change one another"))
@@ -81,16 +77,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Return f(h weight^T + bias) + residual, with the weight's rows times `scale` where it is given; no gradient.
 
-    Args:
-        x: (M, K), float16, bfloat16, float32 or float64.
-        weight: (N, K), or (2 N, K) if gated; dtype of x; or int8, with a scale; or uint8, as linear_int4 takes it.
-        bias, scale, zero: of the weight's rows, dtype of x or float32; or None.
-        norm: (K,), gain of an RMS norm of x, with eps, which gives h; None: h is x.
-        residual: (M, N), dtype of x; or None.
-        gated: f is silu of the first half of the outputs, times the second; else the identity.
-
-    Returns:
-        (M, N), dtype of x, sums in float32 at least. The rows of a call do not change one another's bits.
+    x is (M, K); the weight (N, K), or (2 N, K) if gated (f is silu of the first half, times the second), in the dtype
+    of x, int8 with a scale, or uint8 as linear_int4 takes it. `norm` is the gain of an RMS norm of x, which gives h.
     """
     with torch.no_grad():
         if not _on_cpu(x) and not _refuses_triton(x):
@@ -139,8 +127,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if _on_cpu(x) or _refuses_triton(x):
         return ops.rms_norm(x, weight, eps=eps)
     _count("rms_norm_fwd", "triton", x, N)
-    plan = None if N > norm_launch.WIDE_FORWARD else norm_launch.forward_plan(N, centre=False)
-    y = norm_launch.launch_forward(False, x, weight, None, eps, statistics=False, plan=plan)[0]
+    plan = None if N > norm.WIDE_FORWARD else norm.forward_plan(N, centre=False)
+    y = norm.launch_forward(False, x, weight, None, eps, statistics=False, plan=plan)[0]
     assert y is not None  # for the type checker
     return y
 
@@ -155,7 +143,7 @@ def swiglu(x: Tensor) -> Tensor:
     if _refuses_triton(x):
         return ops.swiglu(x)
     _count("swiglu_fwd", "triton", x, x.shape[-1])
-    return swiglu_op.launch_forward(x, None, swiglu_op.row_plan(x.shape[-1] // 2))
+    return launch_forward(x, None, row_plan(x.shape[-1] // 2))
 
 
 def _on_cpu(x: Tensor) -> bool:

@@ -148,9 +148,6 @@ def are_repeatable() -> bool:
     return not predictions and not choice_overrides and not torch_wants_determinism()
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class RowTile:
     """The tile of one program of a row-wise kernel over an (M, N) problem: `rows` by `block_n` columns at a time.

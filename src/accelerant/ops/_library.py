@@ -1,12 +1,7 @@
 """What all ops share: registration with torch, queries of its state (modes, transforms, autocast), and checks.
 
-An op is known to torch as `torch.ops.accelerant.<op>` with a schema, a fake implementation and an autograd formula, so
-that torch.compile, fake tensors, dispatch modes and tensor subclasses treat it like torch's own. Plain tensors in eager
-mode need none of these: the public function goes straight to the autograd function, or to the Operation where no
-gradient is recorded. That saves the dispatcher's passes through Python, a third of an eager call's host time.
-
-Our kernels have reverse-mode derivatives of one level. Forward-mode derivatives and the transforms of torch.func (grad,
-jvp, vmap and their combinations) are served by torch's own functions, the composite of each op, outside the ledger.
+Our kernels have reverse-mode derivatives of one level. Forward-mode derivatives and the transforms of torch.func are
+served by torch's own functions, the composite of each op, outside the ledger.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""The sink that receives the factors of per-example gradients during a backward pass.
+"""The sink that receives the factors of per-example gradients during a backward pass, an attribute of a parameter.
 
-Private training needs each example's gradient. An autograd function whose parameters have a sink does not compute their
-gradients: it gives the sink the two factors of each product, and returns None to autograd.
-
-    sink = sink_of(weight)
-    if sink is None:
-        dw = linear_dw(dy, x, weight.dtype)
-    else:
-        sink.linear(weight, bias, dy, x, examples)
-        dw = None
-
-A sink is an attribute of the parameter: without one the question costs one failed look-up, 0.1 us. The owner of
-the sink counts the calls of a backward pass, and ends it by autograd's callback (accelerant.privacy.dp.clipping).
+An autograd function whose parameters have a sink gives it the two factors of each product, and returns None to
+autograd. The owner of the sink counts the calls of a pass, and ends it by autograd's callback
+(accelerant.privacy.dp.clipping).
 """
 
 from __future__ import annotations
@@ -28,12 +19,11 @@ _MARK = "_per_example_forward"
 
 
 class PerExampleSink(Protocol):
-    """Receives the factors of per-example gradients during a backward pass.
+    """Receives the factors of per-example gradients during a backward pass, whose rows are example-major.
 
-    Rows are example-major: the T rows of example i are contiguous, from i T on. Tensors that are passed stay unchanged
-    until the pass is over. A parameter that is None, or that the sink does not clip, costs nothing. All calls of a
-    pass are for the same examples, and what several calls give of one parameter is summed for each example. Where an
-    example is left out, for a mask or a norm that is not finite, its rows of dy may be set to 0 when the pass is over.
+    Tensors that are passed stay unchanged until the pass is over. A parameter that is None, or not clipped, costs
+    nothing. What several calls give of one parameter is summed for each example. Where an example is left out, its rows
+    of dy may be set to 0 when the pass is over.
     """
 
     @property

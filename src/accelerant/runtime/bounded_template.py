@@ -1,9 +1,4 @@
-"""Jinja templates of untrusted files, rendered in a child process within limits of time and memory.
-
-Jinja's sandbox keeps a template from attributes that lead to Python's internals, and without a loader it includes no
-file; but a template can loop for ever or build a text that fills the memory. The child has a limited address space and
-is killed when a rendering takes too long; the next call starts another.
-"""
+"""Jinja templates of untrusted files, rendered in a child process within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -60,7 +55,6 @@ class BoundedTemplate:
         return str(text)
 
     def _running(self) -> subprocess.Popen[str]:
-        """Return the child of this process, started if there is none."""
         if self._child is None or self._child.poll() is not None or self._owner != os.getpid():
             pipe = subprocess.PIPE
             child = python_child(_CHILD, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)

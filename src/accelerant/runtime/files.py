@@ -1,11 +1,4 @@
-"""Atomic file writes, and readers that are safe for untrusted files.
-
-write_atomic(path, text.encode())            # readers see the old file or the new one
-with AtomicFile(path) as file:               # the same in several writes
-file.write(header)
-record = typed(Record, decode_json(text))    # every field has its type
-print(escaped(record.source))                # no control character reaches the terminal
-"""
+"""Atomic file writes, and readers that are safe for untrusted files."""
 
 from __future__ import annotations
 
@@ -91,9 +84,8 @@ def read_regular(path: Path | str, most_bytes: int = 1 << 26) -> bytes:
 class AtomicFile:
     """A new file that replaces `path`, in a folder that exists, when it is committed, and is removed when it is not.
 
-    As a context manager it yields the open binary file and commits at the end of the block. A killed process leaves the
-    old file, and the temporary one, which the next AtomicFile of `path` removes. A symlink is replaced, not followed; a
-    device, a pipe and a folder are refused. An OSError names `path`, which is as it was.
+    A killed process leaves the old file, and the temporary one, which the next AtomicFile of `path` removes. A symlink
+    is replaced, not followed; a device, a pipe and a folder are refused.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
@@ -307,7 +299,6 @@ def _fits(value: object) -> bool:
 
 
 def _words(kind: Any) -> str:
-    """Return a type in words, for messages."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Literal):
         return " or ".join(repr(part) if isinstance(part, str) else _words(part) for part in inner)

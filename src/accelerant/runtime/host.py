@@ -217,8 +217,6 @@ def refuse_without_values(x: object, name: str) -> None:
         raise UnsupportedCase(f"{name} is a {kind} tensor; wanted a dense one with values, such as x.to_dense()")
 
 
-# --- locks -----------------------------------------------------------------------------------------------------------
-
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -21,7 +21,6 @@ _STYLE = Path(__file__).with_suffix(".css")
 
 @functools.cache
 def _parts() -> Any:
-    """Return the template's macros."""
     from jinja2 import Environment  # on the first page
 
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -146,7 +145,6 @@ _MOST = 1e300
 
 
 def _drawable(points: Sequence[Point]) -> list[Point]:
-    """Return the points whose values are finite, and small enough for differences that are."""
     return [(x, y) for x, y in points if abs(y) < _MOST]
 
 
@@ -162,7 +160,6 @@ def smoothed(points: Sequence[Point], span: int) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most _MOST_POINTS points: the means of runs of equal length."""
     size = -(-len(points) // _MOST_POINTS)
     runs = [points[i : i + size] for i in range(0, len(points), size)] if size > 1 else [[p] for p in points]
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]

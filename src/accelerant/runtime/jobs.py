@@ -1,13 +1,7 @@
 """Jobs: one function of many items, on worker processes of this host or on the nodes of a Ray cluster.
 
-    for outcome in run_jobs(prepare, items):          # prepare() -> function of an item, called once by each worker
-    print(outcome.index, outcome.value, outcome.error)
-
 A worker that dies is replaced, and what it had not answered is handed out again: the item that it worked on alone, so
 that an item which ends its workers is found, and is given up after three. Each item has one outcome.
-
-Both engines send pickled items to `_Worker` and get its replies. Local workers are child processes, which read requests
-from standard input. Ray's are actors that Ray does not restart: it would not know which item had ended one.
 """
 
 from __future__ import annotations
@@ -81,8 +75,7 @@ def run_jobs(
     """Yield the outcome of each item, as it ends, from worker processes of this host or of a Ray cluster.
 
     `prepare`, called once by each worker, returns the function of an item; a worker on a GPU has `threads` items at
-    once. With `whole_host` there is one worker a host on the CPU, with all cores. ConfigError: something cannot be
-    pickled, or there is no cluster or GPU; AccelerantError: workers die before they are ready.
+    once. ConfigError: something cannot be pickled, or there is no cluster or GPU.
     """
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ConfigError(f"workers must be a whole number of at least 1, got {workers!r}")
@@ -319,9 +312,6 @@ class _Schedule:
                 self._pool.send(worker, index, item)
 
 
-# --- local processes -------------------------------------------------------------------------------------------------
-
-
 class _LocalPool:
     """Child processes of this one, by number; a thread for each reads its replies."""
 
@@ -393,7 +383,6 @@ class _RayPool:
         self._calls: dict[Any, int] = {}
 
     def _workers_of_nodes(self) -> list[dict[str, int]]:
-        """Return the resources of each worker."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         gpus, cpus = ([int(node.get(kind, 0)) for node in nodes] for kind in ("GPU", "CPU"))
         if self.share.backend == "auto":

@@ -1,14 +1,8 @@
 """The ledger: what ran where, how often, how fast, and what was refused or fell back, with the reason.
 
-Counting is always on and costs a lock and an addition. One call in `SAMPLE_EVERY` is enclosed by two device events,
-which are read later; nothing waits for the device. `phase` names a block of the program, whose wall time is divided
-among the ops that ran in it. Replays of a CUDA graph count by the manifest of its capture; see streams/graphs.py.
-
-An op with one implementation on each backend records its launches by itself:
-
-    record = sole_record("curve_neg", "llvm", "cpu", "cpu", "8 bn254_g1", size_bytes=1024)      kept by the caller
-    with RecordedLaunch(record, space.provider, space.index):
-        launch(space, source, "curve_neg", blocks, threads, (x, z), n)
+Counting costs a lock and an addition. One call in `SAMPLE_EVERY` is enclosed by two device events, which are read
+later. Replays of a CUDA graph count by the manifest of its capture. An op with one implementation on each backend
+records its launches by itself: `sole_record`, `RecordedLaunch`.
 """
 
 from __future__ import annotations
@@ -58,10 +52,8 @@ class FallbackRecord:
 class OpRecord:
     """Calls of one op by one implementation, `own` or a library's, in one case.
 
-    `bytes_per_call` are the least: each input read, each output written once. `first_ms`, of a call that may compile,
-    is not among the samples. Of the `recording` calls left to torch's autograd, `sampled` are observed; they had
-    `passes` backward passes, and `backward` is the record of all. `seen` calls were counted for a phase, or ran outside
-    of phases.
+    `bytes_per_call` are the least. `first_ms`, of a call that may compile, is not among the samples. Of the `recording`
+    calls left to torch's autograd `sampled` are observed; they had `passes` backward passes, counted in `backward`.
     """
 
     op: str
@@ -646,7 +638,6 @@ def count_call(record: OpRecord) -> None:
 
 
 def _notify(record: OpRecord) -> None:
-    """Call the observers with the decision that a record of a sole implementation stands for."""
     for observer in list(observers):
         names = (record.op, record.case, record.device, record.implementation)
         observer(Decision(*names, own=record.own, reason=record.reason))

@@ -193,7 +193,6 @@ def _shared(error: _E) -> _E:
 
 
 def _raise_again(error: list[str] | None, rank: int) -> None:
-    """Raise an error of another process."""
     if error is not None:
         raise _shared(_of_rank(rank, *error))
 
@@ -221,11 +220,10 @@ _watches = itertools.count()
 
 
 class Watch:
-    """Ends the work of all processes when one of them fails; a context manager, entered by all in the same order.
+    """Ends the work of all processes when one of them fails, or is silent; entered by all in the same order.
 
-    An error in the block of one is raised there, and in the others with the rank in front, in place of the error of the
-    collective that waited for it; so is the silence of a process for `silent_s` seconds. A process that hangs on the
-    device for `grace_s` seconds afterwards is ended with that line and status 1.
+    The error is raised in all blocks, in the others with the rank in front. A process that hangs on the device for
+    `grace_s` seconds afterwards is ended with status 1.
     """
 
     def __init__(self, *, silent_s: float = 60.0, grace_s: float = 15.0) -> None:
@@ -385,7 +383,6 @@ def _together(group: Any, what: str) -> Iterator[None]:
 
 
 def _exchanged(value: Any, group: Any) -> list[Any]:
-    """Return the value of each process."""
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, value, group=group)
     return found
@@ -467,9 +464,8 @@ def silent_peer() -> tuple[int, str] | None:
 class PeerSum:
     """Sums small arrays over the processes of a mesh, all of which call it with equal shapes in the same order.
 
-    Calls are on one stream, or captured in graphs that run on one. NCCL or gloo sum what it does not take; where the
-    GPUs cannot reach each other, the ledger gets the reason. After `patience_s` seconds in vain this process's work on
-    the GPU fails, and `silent_peer` names the other one.
+    NCCL or gloo sum what it does not take. After `patience_s` seconds in vain this process's work on the GPU fails, and
+    `silent_peer` names the other one.
     """
 
     def __init__(self, mesh: DeviceMesh, *, patience_s: float = _PATIENCE_S) -> None:

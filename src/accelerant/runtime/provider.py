@@ -22,6 +22,7 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
 import subprocess
@@ -42,10 +43,9 @@ import numpy.typing as npt
 from accelerant import errors, runtime
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
-from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.compilation.wgsl import bindings
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, bindings
 from accelerant.runtime.files import JsonRecord
-from accelerant.runtime.host import fork_safe, refuse_masked, run_python
+from accelerant.runtime.host import fork_safe, has_gpu_node, refuse_masked, run_python
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
@@ -333,7 +333,6 @@ class ComputeProvider(ABC):
             self._refuse()
 
     def _in_use(self) -> Iterable[int]:
-        """Return the devices that this process uses."""
         return range(len(self.devices()))
 
     def _refuse(self, *args: object, **options: object) -> Any:
@@ -587,8 +586,6 @@ def room_fraction(total_bytes: int, free_bytes: int, own_bytes: int) -> float:
     return min(1.0, max(0.01, (1 - _LEFT_FREE) * (free_bytes + own_bytes) / total_bytes))
 
 
-# --- limits of backends whose allocator keeps none -------------------------------------------------------------------
-
 _limits_lock = fork_safe(threading.Lock())
 
 allocation_limits: dict[tuple[str, int], list[int]] = {}
@@ -618,8 +615,6 @@ def _drop_unlimited(device: ComputeDevice) -> None:
     if allocation_limits[key] == [device.memory_bytes]:
         del allocation_limits[key]
 
-
-# --- the self-test ---------------------------------------------------------------------------------------------------
 
 _SELF_TEST_SIZE, _SELF_TEST_FACTOR = 1000, 2654435761
 
@@ -797,3 +792,47 @@ def out_of_memory(size_bytes: int, device: str, memory: MemoryInfo) -> OutOfMemo
         f"{size_bytes:,} bytes asked on {device}; {memory.free_bytes:,} of {memory.total_bytes:,} free, "
         f"{memory.allocated_bytes:,} held by this process"
     )
+
+
+class DriverProvider(ComputeProvider):
+    """Devices of every driver of a library; `probing` opens each in a child, since a broken driver ends its process."""
+
+    automatic: ClassVar[bool] = True
+    automatic_kinds: ClassVar[tuple[str, ...]] = ("gpu",)
+    library: ClassVar[str]
+    probing: ClassVar[str]
+    driver: ClassVar[str]
+    standard: ClassVar[str]
+
+    @classmethod
+    def probe(cls) -> str:
+        if importlib.util.find_spec(cls.library) is None:
+            return f"{cls.library} is not installed: pip install 'accelerant[{cls.name}]'"
+        return probe_in_child(cls.probing, cls.driver, timeout_s=60)
+
+    @classmethod
+    def may_have_hardware(cls) -> bool:
+        return has_gpu_node()
+
+    def __init__(self, opened: Sequence[Any]) -> None:
+        """Keep the opened devices: each has a `counter`, `memory_bytes`, `reserved_bytes`, `described` and `trim`."""
+        self._devices = opened
+        self._pid = os.getpid()
+
+    def devices(self) -> list[ComputeDevice]:
+        return [opened.described(index) for index, opened in enumerate(self._devices)]
+
+    def memory(self, device: int = 0) -> MemoryInfo:
+        opened = self._device(device)
+        total, reserved = opened.memory_bytes, opened.reserved_bytes()
+        held, peak = opened.counter.allocated_bytes, opened.counter.peak_bytes
+        return MemoryInfo(total, max(0, total - reserved), held, reserved, peak)
+
+    def trim(self, device: int = 0) -> None:
+        self._device(device).trim()
+
+    def _device(self, device: int) -> Any:
+        """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
+        refuse_forked(self._pid, f"{self.name}:{device}", self.standard)
+        check_device(self.name, device, len(self._devices))
+        return self._devices[device]

@@ -1,12 +1,8 @@
-"""The backends of this machine, and the choice of a device.
+"""The backends of this machine, and the choice of a device; imports no provider.
 
 The automatic choice takes the first device, in the order of BACKENDS, that is hardware and passes its self-test. A
-device that fails is set aside for the process: listed as absent with the reason, and used by those who ask for it by
-name, as devices in software (OpenCL or Vulkan on a CPU) are.
-
-A broken driver can end the process that loads it, so `ComputeProvider.probe` tests each backend first, in a child
-process where that is needed; only then is its provider made, once. Other packages add backends by an entry point of the
-group "accelerant.providers" (`NAME = "module:Class"`), or by `register`. This module imports no provider.
+broken driver can end the process that loads it, so `ComputeProvider.probe` tests each backend first, in a child where
+that is needed. Other packages add backends by an entry point of "accelerant.providers", or by `register`.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ BACKENDS = tuple(backend.value for backend in ComputeBackend)
 
 PROVIDERS: dict[str, tuple[str, str]] = {
     "cuda": ("accelerant.runtime.providers.cuda", "CudaProvider"),
-    "rocm": ("accelerant.runtime.providers.rocm", "RocmProvider"),
+    "rocm": ("accelerant.runtime.providers.torch_devices", "RocmProvider"),
     "apple": ("accelerant.runtime.providers.torch_devices", "AppleProvider"),
     "opencl": ("accelerant.runtime.providers.opencl", "OpenclProvider"),
     "webgpu": ("accelerant.runtime.providers.webgpu", "WebgpuProvider"),

@@ -1,9 +1,4 @@
-"""Kernels of the user: a text or file, found, compiled on first use, and called on arrays of any library.
-
-saxpy = acl.kernel("saxpy.cu", "saxpy")
-saxpy(blocks, threads, 2.0, x, y, n)
-saxpy(2.0, x, y, n)                     a thread for each element of y
-"""
+"""Kernels of the user: a text or file, found, compiled on first use, and called on arrays of any library."""
 
 from __future__ import annotations
 
@@ -484,7 +479,6 @@ class UserKernel:
         return found
 
     def _stream(self, arrays: Sequence[_Array]) -> int | None:
-        """Return CuPy's current stream for its arrays, None for torch's current stream."""
         streams = {array.stream for array in arrays if array.stream is not None}
         if not streams:
             return None
@@ -500,7 +494,6 @@ class UserKernel:
         return stream
 
     def _staged(self, values: Sequence[Any], provider: ComputeProvider, device: int) -> dict[tuple[int, int], Buffer]:
-        """Copy arrays of the host to the device; refuse those that share memory without being the same."""
         hosts = [(i, value) for i, value in enumerate(values) if isinstance(value, _Array) and not value.device]
         for (i, one), (j, other) in itertools.combinations(hosts, 2):
             same = (one.pointer, one.size_bytes) == (other.pointer, other.size_bytes)
@@ -542,7 +535,6 @@ def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def _tensor_of(array: _Array) -> Any:
-    """Return an array as a tensor that shares its memory."""
     import torch
 
     if array.result is not None:
@@ -555,13 +547,11 @@ def _tensor_of(array: _Array) -> Any:
 
 @functools.cache
 def _name_of(dtype: object) -> str:
-    """Return the name of a torch.dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def _label_of(device: Any) -> str:
-    """Return the label of the device of tensors on a torch.device."""
     return f"{registry.provider_of(device).name}:{device.index or 0}"
 
 
@@ -577,7 +567,6 @@ def _shown(arg: object) -> str:
 
 
 def _stated(position: int, text: object) -> Parameter:
-    """Return a parameter of arguments=."""
     kind = text.removeprefix("const ").strip() if isinstance(text, str) else ""
     base = kind[1:].partition("x")[0]
     known = base in (*_DTYPES, "void") if kind.startswith("*") else kind in SCALAR_CTYPES
@@ -588,7 +577,6 @@ def _stated(position: int, text: object) -> Parameter:
 
 
 def _read(source: str | os.PathLike[str]) -> tuple[str, Path | None]:
-    """Return a kernel's text, and the path of its file if it is one."""
     if isinstance(source, str) and "{" in source:
         return source, None
     if not isinstance(source, (str, os.PathLike)):

@@ -807,7 +807,7 @@ def op_spec(name: str) -> OpSpec:
 
 def _inputs(op: PublicOp, tensors: Mapping[str, inspect.Parameter]) -> tuple[TensorSpec, ...]:
     """Return an op's inputs: integers where its first sample has them, else floating-point numbers."""
-    from accelerant.ops._cases import Indices, Stated
+    from accelerant.ops.registry import Indices, Stated
 
     sample = op.cases.SAMPLES[0].arguments
     integers = {each for each, one in zip(tensors, sample, strict=False) if isinstance(one, (Indices, Stated))}

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from accelerant.errors import UnsupportedCase
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.compilation.wgsl import bindings
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource, bindings
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.runtime.providers.webgpu import WebgpuProvider
 from accelerant.tensors.kernels import LANES, GeneratedKernels, KernelBody, Text

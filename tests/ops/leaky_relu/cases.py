@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, Subject, Tolerance
-from leaky_relu.op import backward_kernel, forward_kernel
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, Subject, Tolerance
+from leaky_relu import backward_kernel, forward_kernel
 
 
 def _sample(*shape, **options):

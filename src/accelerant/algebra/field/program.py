@@ -38,8 +38,17 @@ from pathlib import Path
 from accelerant.algebra.field.llvm_kernels import ENTRIES, field_kernels
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
-from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header, sources_hash
-from accelerant.runtime.compilation.wgsl import bindings, constants, elementwise, words
+from accelerant.runtime.compilation.kernel import (
+    Builder,
+    KernelSource,
+    LazyDialects,
+    bindings,
+    constants,
+    elementwise,
+    portable_header,
+    sources_hash,
+    words,
+)
 
 _BITS = 32
 Limbs = list[str]

@@ -57,9 +57,8 @@ from accelerant.algebra.field.llvm_packed import LANE_ORDER, PackedField, Packed
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.program import BLOCK, defined, montgomery_radix
 from accelerant.errors import ConfigError
-from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects, LlvmProgram
+from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects, LlvmProgram, bindings, constants
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Operand, Value, constant, program
-from accelerant.runtime.compilation.wgsl import bindings, constants
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")  # of input and output
 _ALL = 62  # Bits of a column's number, which are in its last digit

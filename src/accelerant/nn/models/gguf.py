@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import FormatError, MissingFile, UnsupportedCase
-from accelerant.ops.rope.op import Llama3Scaling, rope_tables
+from accelerant.ops.rope import Llama3Scaling, rope_tables
 from accelerant.runtime.files import clipped, open_regular
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)

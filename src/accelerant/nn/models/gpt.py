@@ -26,7 +26,7 @@ from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import Cache, LanguageModel, ModelConfig, padded_prompt_length, require_tokens
 from accelerant.nn.transformer import MultiHeadAttention, TransformerBlock
 from accelerant.ops._per_example import sink_of
-from accelerant.ops.cross_entropy.op import mean_by_torch
+from accelerant.ops.cross_entropy import mean_by_torch
 from accelerant.ops.decode.steps import append
 from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
 

@@ -46,7 +46,7 @@ from accelerant.nn.quantization import LinearInt4, LinearInt8
 from accelerant.ops import _invariant
 from accelerant.ops.decode.steps import append, linear
 from accelerant.ops.linear_int8.op import takes_planes
-from accelerant.ops.rope.op import Llama3Scaling, rope_tables
+from accelerant.ops.rope import Llama3Scaling, rope_tables
 from accelerant.runtime.files import clipped
 
 if TYPE_CHECKING:

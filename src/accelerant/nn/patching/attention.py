@@ -28,8 +28,8 @@ from transformers.masking_utils import (
 from accelerant import ops
 from accelerant.nn.patching.plain import EXPORT_REASON, SMALL_REASON, is_exported, is_small
 from accelerant.nn.patching.record import ATTENTION_NAME, MARK
+from accelerant.ops.attention import attend_masked, segments_mask
 from accelerant.ops.attention.launch import MAX_WIDTH
-from accelerant.ops.attention.op import attend_masked, segments_mask
 from accelerant.runtime.compilation.triton import interpreting
 from accelerant.runtime.streams.graphs import captures_ahead
 

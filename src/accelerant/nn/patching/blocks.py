@@ -34,8 +34,7 @@ from accelerant.nn.patching.plain import (
 )
 from accelerant.nn.patching.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
-from accelerant.ops.transformer.block import BlockSpec, fused_block
-from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
+from accelerant.ops.transformer.block import BlockSpec, DecoderSpec, fused_block, fused_decoder_layer
 from accelerant.runtime.streams.graphs import ahead_of_capture
 
 _HALF_TABLES = "_accelerant_half_tables"  # attribute of a rotary cos table: both tables as our rope takes them

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.ops.embedding.op import launch_backward_sorted
+from accelerant.ops.embedding import launch_backward_sorted
 from accelerant.ops.transformer import block
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.processes import PeerMemory, PeerSums, Processes

@@ -159,14 +159,8 @@ def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
     return None if math.prod(case.shape) else "takes no empty tensor"
 
 
-# --- prepared launches -----------------------------------------------------------------------------------------------
-
-
 class LaunchCache(dict[tuple[Hashable, ...], T]):
-    """Prepared launches (tensor maps, 2 us each), by all that their arguments depend on, addresses included.
-
-    An entry holds no tensor: it serves any tensors at its addresses. A full cache is emptied.
-    """
+    """Prepared launches (tensor maps, 2 us each), by all that their arguments depend on, addresses included."""
 
     def __init__(self, limit: int = 4096) -> None:
         super().__init__()
@@ -187,8 +181,6 @@ def pack(
     launch: PackedLaunch = load(program, kinds, device).handle.pack((grid, 1, 1), args, device, together)
     return launch
 
-
-# --- tensor maps -----------------------------------------------------------------------------------------------------
 
 _BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
 _RANK = 4

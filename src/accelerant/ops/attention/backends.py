@@ -1,11 +1,7 @@
 """Attention by cuDNN, FlashAttention and torch's memory-efficient kernels, as implementations that dispatch may choose.
 
 Each has the signature and results of our kernels: lse is the natural logarithm, (B, Hq, S) float32, so that the forward
-pass of one implementation and the backward pass of another can be combined. Each refuses what it does not support, and
-what it defines differently.
-
-Sources: torch/aten's schemas and _meta_registrations.py; aten/src/ATen/native/transformers/cuda/sdp_utils.cpp for the
-requirements of each backend.
+pass of one implementation and the backward pass of another can be combined.
 """
 
 from __future__ import annotations
@@ -54,9 +50,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention with a materialized score matrix, by functions that torch differentiates any number of times.
 
-    q is (B, Hq, S, D), k and v (B, Hkv, Skv, D), window -1 for none; `seen`, (S, Skv) bool, replaces causal and window;
-    `mask` has four dimensions, or is a table of segments. Returns o in q's dtype, and lse, float32 (float64 for
-    float64).
+    `seen`, (S, Skv) bool, replaces causal and window. Returns o in q's dtype, and lse, float32 at least.
     """
     mask = without_table(mask, q.shape[2])
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -292,8 +286,6 @@ def _seed(device: torch.device) -> Tensor:
     with ordinary_tensors():
         return torch.zeros((), dtype=torch.int64, device=device)
 
-
-# --- cuDNN -----------------------------------------------------------------------------------------------------------
 
 _cudnn_lse_dims: dict[str, int] = {}
 """Dimensions of lse in this torch's cuDNN functions, (B, H, S, 1) or (B, H, S); recorded by the first call."""
@@ -537,9 +529,6 @@ def _efficient_backward(
     if group > 1:
         gradients = [gradients[0], *(x.unflatten(1, (-1, group)).sum(2) for x in gradients[1:])]
     return with_layouts_of(given, tuple(gradients))
-
-
-# --- implementations of the forward and backward pass ----------------------------------------------------------------
 
 
 def _pair(

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.attention.launch import KERNELS as _KERNELS
 from accelerant.ops.attention.launch import constants, plan_for
+from accelerant.ops.registry import Benchmark, Compilation, OpCases, SampleInput, Stated, specialized, tolerances
 
 
 def _sample(B: int, Hq: int, S: int, D: int, *, Hkv: int = 0, Skv: int = -1, **options: Any) -> SampleInput:
@@ -94,8 +94,6 @@ _VARLEN = OpCases(
 )
 
 FAMILY = {"attention": _ATTENTION, "attention_varlen": _VARLEN}
-
-# --- compilations ----------------------------------------------------------------------------------------------------
 
 
 def compilation(

@@ -107,9 +107,8 @@ class Shares(NamedTuple):
 def shares_for(plan: HopperBwdConfig, shape: tuple[int, ...], processors: int, causal: bool) -> Shares:
     """Return the division of the work for a plan and a shape (B, Hq, Hkv, S, Skv, D).
 
-    All blocks of a head run at the same time, so heads are processed in waves. If fewer blocks need no more waves, the
-    remaining multiprocessors get helpers. A wave needs its statistics when it begins: helpers compute as many as fit in
-    the time of all waves but the last, and the rows kernel computes the rest and the first wave's.
+    All blocks of a head run at the same time, so heads are processed in waves. Multiprocessors that save no wave get
+    helpers, which compute the statistics of later waves; the rows kernel computes the rest and the first wave's.
     """
     B, Hq, Hkv, S, Skv, _ = shape
     heads, chunks = B * Hkv, _chunks(plan, Skv, causal)
@@ -129,7 +128,6 @@ def shares_for(plan: HopperBwdConfig, shape: tuple[int, ...], processors: int, c
 
 
 def _chunks(plan: HopperBwdConfig, Skv: int, causal: bool) -> int:
-    """Return the blocks per key/value head."""
     return 1 if plan.sums == "whole" else _blocks(Skv, causal)
 
 
@@ -227,7 +225,6 @@ def _aligned(lse: Tensor) -> Tensor:
 
 
 def _plan_and_sizes(q: Tensor, k: Tensor, causal: bool, deterministic: bool) -> tuple[HopperBwdConfig, tuple[int, ...]]:
-    """Return the plan, and the float32 numbers of row statistics, of sums of dq, and of counts."""
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
     processors = multiprocessors(q.device)
@@ -242,7 +239,6 @@ def _launches_for(
     plan: HopperBwdConfig, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
     sizes: tuple[int, ...], causal: bool, scale: float,
 ) -> tuple[PackedLaunch, ...]:  # fmt: skip
-    """Return the launches, prepared before if they were."""
     do, q, k, v, o, lse = inputs
     dq, dk, dv = gradients
     key = (
@@ -257,7 +253,6 @@ def _prepare(
     plan: HopperBwdConfig, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
     space_sizes: tuple[int, ...], causal: bool, scale: float,
 ) -> tuple[PackedLaunch, ...]:  # fmt: skip
-    """Prepare the launches; their arguments are struct RowsJob and struct Job of hopper_bwd.cu."""
     do, q, k, v, o, lse = inputs
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]

@@ -79,7 +79,6 @@ def plan_for(
 
 @functools.cache
 def _family(dtype: torch.dtype, capability: tuple[int, int] | None, split: bool) -> int:
-    """Return the index into _TABLES."""
     if capability is None:
         return 0
     if split:
@@ -167,10 +166,8 @@ def _constants(
 class _Problem(NamedTuple):
     """The parameters shared by the launches of a forward or backward pass.
 
-    `cu` are the packed sequences' offsets of queries and keys, (None, None) for dense tensors; `queries` and `keys` are
-    per sequence, or of the longest; `lse_strides` those of batch and head; window -1 for none; `mask` broadcasts to
-    (batch, heads, queries, keys) in four dimensions, or is a table of segments, int32; `split`: products of float32 as
-    two numbers of float16.
+    `cu` are the packed sequences' offsets, (None, None) for dense tensors; `mask` broadcasts to (batch, heads, queries,
+    keys), or is a table of segments; `split`: products of float32 as two numbers of float16.
     """
 
     cu: tuple[Tensor, Tensor] | tuple[None, None]
@@ -259,9 +256,6 @@ def _packed_problem(
     )  # fmt: skip
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
-
-
 def with_rows(x: Tensor) -> Tensor:
     """Return x, copied only if its last dimension is not contiguous."""
     return x if x.stride()[-1] == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -277,8 +271,6 @@ def as_laid(x: Tensor, y: Tensor) -> Tensor:
     """Return the gradient y in the strides of torch.empty_like(x)."""
     return y if x.stride(-1) == 1 or x.shape[-1] == 1 else torch.empty_like(x).copy_(y)
 
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 _SEGMENT_BLOCK = 64
 

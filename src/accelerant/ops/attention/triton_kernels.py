@@ -112,7 +112,6 @@ def _load(pointers, in_rows, in_width, CHECK: tl.constexpr, EXACT: tl.constexpr)
 
 @triton.jit
 def _sequence(cu_ptr, b, length):
-    """Return the first row and the length of sequence b."""
     if cu_ptr is None:
         first = 0
     else:

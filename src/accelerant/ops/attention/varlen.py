@@ -12,10 +12,9 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of, not_a_tensor, with_torch_keywords
-from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH, attend
-from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
-from accelerant.ops.attention.op import (
+from accelerant.ops.attention import (
     AttentionOp,
+    attention_reference,
     check_heads,
     checked,
     checked_window,
@@ -25,9 +24,26 @@ from accelerant.ops.attention.op import (
     shapes_of,
     split_products,
 )
+from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH, attend
+from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-# --- implementations -------------------------------------------------------------------------------------------------
+
+def attention_varlen_reference(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, causal: bool = False, scale: float | None = None, window: int | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return attention_reference of each sequence; the maximum lengths are not used."""
+    results = []
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        parts = (x.transpose(0, 1)[None] for x in (q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]))
+        results.append(attention_reference(*parts, causal=causal, scale=scale, window=window, return_lse=True))
+    none = q[:0] + 0 * (k.sum() + v.sum())  # gives k and v gradients even without sequences
+    o = torch.cat([none, *(o[0].transpose(0, 1) for o, _ in results)])
+    if not return_lse:
+        return o
+    return o, torch.cat([q.new_empty(q.shape[1], 0), *(lse[0] for _, lse in results)], 1)
 
 
 def _sequences(*pairs: tuple[Tensor, list[int]]) -> list[list[Tensor]]:
@@ -95,9 +111,6 @@ attention_varlen_bwd: Callable[..., tuple[Tensor, ...]] = Operation(
     ),
     cost=lambda case: _cost(case, products=5, tensors=4),
 )
-
-
-# --- the public function ---------------------------------------------------------------------------------------------
 
 
 @with_torch_keywords

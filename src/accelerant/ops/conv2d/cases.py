@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, tolerances
 
 
 def _sample(x: tuple[int, ...], weight: tuple[int, ...], *, bias: bool = False, **options: Any) -> SampleInput:

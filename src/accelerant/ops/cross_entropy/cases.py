@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 from accelerant.ops._launch import next_power_of_2
 from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.launch import COUNTS
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
+from accelerant.ops.registry import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 
 
 def _sample(*shape: int, **options: Any) -> SampleInput:

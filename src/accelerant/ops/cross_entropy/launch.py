@@ -18,9 +18,8 @@ from accelerant.ops._launch import Repeats, RowTile, are_repeatable, as_rows, ce
 from accelerant.runtime.compilation.kernel import Kernel as CompiledKernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.dispatch.choice_store import rounded
 from accelerant.runtime.dispatch.operation import recoverable
-from accelerant.runtime.dispatch.race import Tuned
+from accelerant.runtime.dispatch.race import Tuned, rounded
 from accelerant.runtime.memory.limits import ordinary_tensors
 
 _WIDTHS = {
@@ -184,10 +183,8 @@ def launch_rows(
 ) -> None:  # fmt: skip
     """Compute each row's loss, statistics and gradient; those without memory to write to are skipped.
 
-    `rows` (M, N) has contiguous rows, M at least 1, and `stride` between them. `losses` is (M,); `statistics` (2, M)
-    float32: the maximum, and 1 / sum of exp(x - maximum); `dx` (M, N) may be the memory of rows. `counts`, from
-    `count`: the gradient is divided by their sum. `dy`, the upstream gradient, is a scalar or (M,). `plan` is a
-    WideTile, for any N, or a RowTile of at least N columns; None: the tuned one.
+    `statistics` (2, M) float32: the maximum, and 1 / sum of exp(x - maximum); `dx` may be the memory of rows, and is
+    divided by the sum of `counts`; `dy`, the upstream gradient, is a scalar or (M,). `plan` None: the tuned one.
     """
     M, N = rows.shape
     if plan is None:
@@ -346,7 +343,6 @@ def bind_forward(
 
 @functools.cache
 def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return empty statistics and counts."""
     with ordinary_tensors():
         return torch.empty(2, 0, device=device), torch.empty(0, dtype=torch.int32, device=device)
 

@@ -61,7 +61,6 @@ def cross_entropy_scale(dx_ptr, dy_ptr, counts_ptr, n, COUNTS: tl.constexpr, BLO
 
 @triton.jit
 def _coefficient(row, counts_ptr, dy_ptr, dy_stride, COUNTS: tl.constexpr):
-    """Return the factor of a row's gradient."""
     c = 1.0
     if counts_ptr is not None:
         c = 1.0 / tl.sum(tl.load(counts_ptr + tl.arange(0, COUNTS)), 0).to(tl.float32)

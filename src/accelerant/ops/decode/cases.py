@@ -6,7 +6,6 @@ import itertools
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, OpCases, SampleInput, Stated, specialized, tolerances
 from accelerant.ops.decode.op import KERNELS as _KERNELS
 from accelerant.ops.decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 from accelerant.ops.decode.paged import AHEAD, SPLIT, paged_constants, paged_stages
@@ -14,6 +13,16 @@ from accelerant.ops.decode.paged import KERNELS as _PAGED_KERNELS
 from accelerant.ops.decode.steps import KERNELS as _STEPS
 from accelerant.ops.decode.steps import WORDS_PLANS, DecodeTile, usual_plan
 from accelerant.ops.linear_int8.op import TO_PLANES
+from accelerant.ops.registry import (
+    Benchmark,
+    Compilation,
+    Indices,
+    OpCases,
+    SampleInput,
+    Stated,
+    specialized,
+    tolerances,
+)
 
 KIND = "plain"
 

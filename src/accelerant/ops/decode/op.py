@@ -14,9 +14,9 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._hopper import starts_early
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain, name_of, not_a_tensor, with_torch_keywords
+from accelerant.ops.attention import attention_reference, check_heads, checked, refuses_triton_kernels, shapes_of
 from accelerant.ops.attention.backends import TORCH, attend
 from accelerant.ops.attention.launch import triton_capability, with_rows
-from accelerant.ops.attention.op import attention_reference, check_heads, checked, refuses_triton_kernels, shapes_of
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 

@@ -28,8 +28,8 @@ from accelerant.ops._library import (
     with_torch_keywords,
 )
 from accelerant.ops._rows import KINDS
+from accelerant.ops.attention import check_heads, checked, options_of, refuses_triton_kernels, shapes_of
 from accelerant.ops.attention.launch import triton_capability, with_rows
-from accelerant.ops.attention.op import check_heads, checked, options_of, refuses_triton_kernels, shapes_of
 from accelerant.ops.decode.llvm_kernels import PagedKernel
 from accelerant.ops.decode.op import NUM_WARPS, attention_paged_reference, constants, stages_for, token_rows
 from accelerant.runtime import registry

@@ -18,8 +18,8 @@ Bound:  memory: the caches are read once.
 import triton
 import triton.language as tl
 
-from accelerant.ops._hopper.triton_kernels import start_early
 from accelerant.ops.attention.triton_kernels import _LN2, _LOG2E, _dot
+from accelerant.ops.triton_kernels import start_early
 
 
 @triton.jit

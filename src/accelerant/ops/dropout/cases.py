@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, size_name, tolerances
-from accelerant.ops.dropout.op import GROUP, NUM_WARPS, kernel
+from accelerant.ops.dropout import GROUP, NUM_WARPS, kernel
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, size_name, tolerances
 
 ON_CPU = "llvm"  # the implementation that runs on a CPU, if not torch
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
-from accelerant.ops.elementwise.op import KERNELS as _KERNELS
-from accelerant.ops.elementwise.op import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
+from accelerant.ops.elementwise import KERNELS as _KERNELS
+from accelerant.ops.elementwise import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
+from accelerant.ops.registry import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
 
 _SHAPES = ((1,), (7,), (3, 5), (), (0,), (4, 0, 2), (2, 3, 129), (33, 257))
 

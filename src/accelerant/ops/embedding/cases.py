@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, size_name, tolerances
-from accelerant.ops.embedding.op import AT_ONCE, CHUNK, FEW, constants, embedding_plan
-from accelerant.ops.embedding.op import KERNELS as _KERNELS
+from accelerant.ops.embedding import AT_ONCE, CHUNK, FEW, constants, embedding_plan
+from accelerant.ops.embedding import KERNELS as _KERNELS
+from accelerant.ops.registry import Benchmark, Compilation, Indices, SampleInput, size_name, tolerances
 
 
 def _sample(

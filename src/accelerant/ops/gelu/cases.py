@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, size_name, tolerances
-from accelerant.ops.gelu.op import backward_kernel, forward_kernel
+from accelerant.ops.gelu import backward_kernel, forward_kernel
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, size_name, tolerances
 
 
 def _sample(approximate: str, *shape: int) -> SampleInput:

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, tolerances
+from accelerant.ops.registry import Benchmark, Compilation, Indices, SampleInput, tolerances
 
 RUNS = ("torch", "triton")  # the products; the kernels of cross_entropy
 
 
 def _sample(*shape: int, **options: Any) -> SampleInput:
-    """Return the sample of hidden (..., K) and V classes."""
     *rows, K, V = shape
     name = "-".join(["x".join(map(str, shape)), *(f"{key}={value}" for key, value in options.items())])
     return SampleInput(name, ((*rows, K), (V, K), Indices(tuple(rows), V)), options)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from accelerant.ops._cases import Compilation, specialized
 from accelerant.ops._launch import quantizing_plan, row_constants
-from accelerant.ops.linear_fp8.op import KERNELS as _KERNELS
-from accelerant.ops.linear_fp8.op import dgelu_plan, gelu_plan
+from accelerant.ops.linear_fp8 import KERNELS as _KERNELS
+from accelerant.ops.linear_fp8 import dgelu_plan, gelu_plan
+from accelerant.ops.registry import Compilation, specialized
 
 KIND = "mutating"  # no public function
 

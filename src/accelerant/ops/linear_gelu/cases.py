@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, specialized, tolerances
-from accelerant.ops.linear_gelu.op import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTile
-from accelerant.ops.linear_gelu.op import KERNELS as _KERNELS
+from accelerant.ops.linear_gelu import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTile
+from accelerant.ops.linear_gelu import KERNELS as _KERNELS
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, specialized, tolerances
 
 RUNS = ("torch",)  # the products of the backward pass
 

@@ -49,7 +49,6 @@ def _step(a_at, b_at, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _dot(a_at, b_at, k, K, acc, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
-    """Add one step of a product of rows with rows to acc."""
     a, b = _step(a_at, b_at, k, K, BLOCK_K, EVEN_K)
     if UPCAST:  # the interpreter's bfloat16 products are wrong
         a = a.to(tl.float32)

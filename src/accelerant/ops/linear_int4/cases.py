@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, Subject, specialized, tolerances
 from accelerant.ops.linear_int4.op import (
     DEQUANTIZE,
     FEW,
@@ -16,6 +15,7 @@ from accelerant.ops.linear_int4.op import (
     planes_constants,
 )
 from accelerant.ops.linear_int8.op import Int8Tile
+from accelerant.ops.registry import Benchmark, Compilation, Indices, SampleInput, Subject, specialized, tolerances
 
 KIND = "plain"
 ON_CPU = "llvm"

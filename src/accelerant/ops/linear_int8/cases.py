@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 from accelerant.ops.linear_int8 import op as launch
 from accelerant.ops.linear_int8.op import Int8Tile, StripTile
+from accelerant.ops.registry import Benchmark, Compilation, Indices, SampleInput, specialized, tolerances
 
 
 def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> SampleInput:

@@ -33,7 +33,7 @@ from accelerant.ops._library import (
     refuses_triton_kernel,
     with_torch_keywords,
 )
-from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
+from accelerant.ops.quantize_int8 import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Kernel
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation

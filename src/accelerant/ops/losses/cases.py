@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import (
+from accelerant.ops._launch import STREAM
+from accelerant.ops.losses import KERNELS as _KERNELS
+from accelerant.ops.losses import PARTS
+from accelerant.ops.registry import (
     Benchmark,
     Compilation,
     Fractions,
@@ -14,9 +17,6 @@ from accelerant.ops._cases import (
     specialized,
     tolerances,
 )
-from accelerant.ops._launch import STREAM
-from accelerant.ops.losses.op import KERNELS as _KERNELS
-from accelerant.ops.losses.op import PARTS
 
 _CALLS = (
     ((3, 5), "mean"), ((3, 5), "none"), ((1,), "sum"), ((0,), "sum"), ((4, 0, 2), "none"), ((), "mean"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, tolerances
 
 
 def _sample(*shapes: tuple[int, ...]) -> SampleInput:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
-from accelerant.ops.multi_tensor.op import KERNELS as _KERNELS
-from accelerant.ops.multi_tensor.op import PLANS, SMALL
+from accelerant.ops.multi_tensor import KERNELS as _KERNELS
+from accelerant.ops.multi_tensor import PLANS, SMALL
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, tolerances
 
 KIND = "mutating"
 

@@ -37,9 +37,6 @@ def _typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
         return _pointer(address, KIND)
 
 
-# --- the norm --------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def multi_tensor_norm(
     map_ptr, table_ptr, partial_ptr, first,
@@ -210,9 +207,6 @@ def multi_tensor_sgd_prepare(
         tl.store(row + 4, momentum.to(tl.float32), mask=inside)
         tl.store(row + 5, take.to(tl.float32), mask=inside)
         tl.store(row + 6, _value(group, 3, inside).to(tl.float32), mask=inside)
-
-
-# --- updates ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

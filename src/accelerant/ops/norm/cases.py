@@ -7,10 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, Tolerance, size_name, tolerances
-from accelerant.ops.norm import launch
-from accelerant.ops.norm.launch import COLUMNS, WIDE, reduce_plan
-from accelerant.ops.norm.launch import KERNELS as _KERNELS
+from accelerant.ops.norm import (
+    COLUMNS,
+    WIDE,
+    backward_constants,
+    backward_plan,
+    forward_constants,
+    forward_plan,
+    reduce_plan,
+)
+from accelerant.ops.norm import KERNELS as _KERNELS
+from accelerant.ops.registry import Benchmark, Compilation, OpCases, SampleInput, Tolerance, size_name, tolerances
 
 # One rounding of a result of magnitude about 1 (the interpreter cuts bfloat16 instead of rounding it), and float32 sums
 # over as many terms as the cases have, relative to the largest element of the result.
@@ -65,19 +72,19 @@ _FLOATS = {**dict.fromkeys(("weight_ptr", "bias_ptr", "statistics_ptr", "parts_p
 def _forward(
     kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True, eviction: str = ""
 ) -> Compilation:
-    plan = launch.forward_plan(N, centre, residual)
+    plan = forward_plan(N, centre, residual)
     absent = [] if residual else ["residual_ptr", "s_ptr"]
     absent += ([] if centre else ["bias_ptr"]) if vectors else ["weight_ptr", "bias_ptr"]
-    constants = {**dict.fromkeys(absent), **launch.forward_constants(plan, N, centre, eviction)}
+    constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre, eviction)}
     return Compilation(_KERNELS["fwd"], {"*": kind, **_FLOATS}, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
 def _backward(
     kind: str, N: int, *, centre: bool, residual: bool = False, dxsum: bool = False, apart: bool = False
 ) -> Compilation:
-    plan = launch.backward_plan(N, residual, centre)
+    plan = backward_plan(N, residual, centre)
     absent = {} if residual else {"ds_ptr": None}
-    constants = {**absent, **launch.backward_constants(plan, N, centre, True, centre, dxsum, apart)}
+    constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum, apart)}
     return Compilation(_KERNELS["bwd"], {"*": kind, **_FLOATS}, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
-from accelerant.ops.pool2d.op import KERNELS as _KERNELS
-from accelerant.ops.pool2d.op import Window, plan_of
+from accelerant.ops.pool2d import KERNELS as _KERNELS
+from accelerant.ops.pool2d import Window, plan_of
+from accelerant.ops.registry import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
 
 
 def _sample(*shape: int, **options: Any) -> SampleInput:

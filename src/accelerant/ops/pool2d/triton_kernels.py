@@ -65,7 +65,6 @@ def _divisor(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     WITH_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Return the divisors of the windows' sums."""
     if divisor is None:
         rows = _counted(row * SH - PH, H, PH, KH, WITH_PAD)
         count = rows * _counted(column * SW - PW, W, PW, KW, WITH_PAD)

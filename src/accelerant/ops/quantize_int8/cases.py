@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, Tolerance, size_name
 from accelerant.ops._launch import quantizing_plan, row_constants
-from accelerant.ops.quantize_int8.op import KERNELS as _KERNELS
-from accelerant.ops.quantize_int8.op import WIDE
+from accelerant.ops.quantize_int8 import KERNELS as _KERNELS
+from accelerant.ops.quantize_int8 import WIDE
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, Tolerance, size_name
 
 KIND = "plain"
 

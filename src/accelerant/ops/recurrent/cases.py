@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Compilation
-from accelerant.ops.recurrent.op import KERNELS as _KERNELS
-from accelerant.ops.recurrent.op import constants, num_warps
+from accelerant.ops.recurrent import KERNELS as _KERNELS
+from accelerant.ops.recurrent import constants, num_warps
+from accelerant.ops.registry import Compilation
 
 KIND = "mutating"  # no public function: the layers are tested in tests/ops/test_recurrent.py and tests/nn
 

@@ -5,7 +5,7 @@
 
 The product with the inputs, and the gradients of all weights, are products over all steps, which torch computes.
 
-Source: op.py has the cells; `exponential` of runtime/compilation/llvm.py. tanh(x) = e / (e + 2) with e = exp(2 x) - 1,
+Source: __init__.py has the cells; `exponential` of compilation/llvm.py. tanh(x) = e / (e + 2) with e = exp(2 x) - 1,
         which keeps the relative error of small results.
 Layout: an index is `share` rows of the batch. A tile is up to three rows times V vectors of 32 bytes: in the forward
         pass of LSTM and GRU one vector of each gate, else four vectors of states. Weights are packed to (blocks, K, V,
@@ -275,7 +275,6 @@ class _RecurrentWriter:
         return float(number) if self.real == "double" else float(struct.unpack("<f", struct.pack("<f", number))[0])
 
     def _slope(self, s: Value) -> Value:
-        """Return s (1 - s)."""
         return self._mul(s, self._sub(1.0, s))
 
     def _one_minus_square(self, x: Value) -> Value:

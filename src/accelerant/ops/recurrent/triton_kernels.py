@@ -3,7 +3,7 @@
     forward     gates = (inputs' part of the gates) + W h_prev, then the cell, for t = 0, 1, ...
     backward    the cell's gradient, then dh_prev = W^T dgates, for t = T - 1, ..., 0
 
-Source: op.py has the cells; Diamos et al. 2016, "Persistent RNNs: stashing recurrent weights on-chip".
+Source: the package has the cells; Diamos et al. 2016, "Persistent RNNs: stashing recurrent weights on-chip".
 Layout: gates (B, T, G, H), replaced by the activated gates; w (G, H, H); y, aux, dy, dn (B, T, H); h, c, dh, dc (B, H);
         bias (H,); all dense. llvm_kernels.py describes them; the arguments are the same.
 Grid:   one program per BLOCK_B rows of the batch, since states of different rows do not meet.

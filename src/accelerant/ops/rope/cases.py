@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, tolerances
-from accelerant.ops.rope.op import KERNELS as _KERNELS
-from accelerant.ops.rope.op import constants, usual_plan
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, tolerances
+from accelerant.ops.rope import KERNELS as _KERNELS
+from accelerant.ops.rope import constants, usual_plan
 
 
 def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: bool = False) -> SampleInput:

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
-from accelerant.ops.softmax.op import INNER_COLUMNS, WIDE, constants, inner_plan, row_plan
-from accelerant.ops.softmax.op import KERNELS as _KERNELS
+from accelerant.ops.registry import Benchmark, Compilation, OpCases, SampleInput, size_name, tolerances
+from accelerant.ops.softmax import INNER_COLUMNS, WIDE, constants, inner_plan, row_plan
+from accelerant.ops.softmax import KERNELS as _KERNELS
 
 
 def _sample(*shape: int, dim: int = -1) -> SampleInput:

@@ -62,7 +62,6 @@ def _normalised(x, e, total, LOG: tl.constexpr):
 
 @triton.jit
 def _term(dy, y, LOG: tl.constexpr):
-    """Return the terms that the backward pass sums."""
     if LOG:
         return dy
     else:

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, SampleInput, Tolerance, size_name, tolerances
 from accelerant.ops._launch import STREAM
-from accelerant.ops.swiglu.op import KERNELS as _KERNELS
-from accelerant.ops.swiglu.op import row_plan
+from accelerant.ops.registry import Benchmark, Compilation, SampleInput, Tolerance, size_name, tolerances
+from accelerant.ops.swiglu import KERNELS as _KERNELS
+from accelerant.ops.swiglu import row_plan
 
 
 def _two(*shape: int) -> SampleInput:

@@ -1,20 +1,8 @@
 # ruff: noqa: D102  forward and backward are autograd's; each class documents its arguments and results
-"""A transformer block and its parts as autograd functions with explicit forward and backward passes.
+"""Transformer blocks and their parts as autograd functions with explicit forward and backward passes.
 
-They avoid work that autograd on separate modules does. Weights are cast once, not at each use. The result of GELU is
-not saved but recomputed with its gradient. q, k and v are views of one product and their gradients share one buffer.
-Weight gradients leave the product in the parameters' dtype. A residual is added in the norm that reads it, so the
-residual stream travels between blocks as two tensors: the last branch and the stream that it is to be added to.
-
-Bytes saved for the backward pass, for each position of width W in a 16-bit dtype: 2 W each for two sums, two norms and
-o; 6 W for q, k and v; 8 W for the input of GELU. That is 24 W in all, 18 KiB for GPT-2 124M.
-
-A backward pass that is itself differentiated (create_graph=True) recomputes the block from its plain reference.
-
-A weight may be given as 8-bit floating point (Float8Weight). The product with it and the gradient of that product's
-input then use 8-bit operands; the weight's gradient is computed in the dtype of x.
-
-Parameters with a per-example sink (accelerant.ops._per_example) get no gradient here: the sink receives its factors.
+Weights are cast once, GELU's result is recomputed, and a residual is added in the norm that reads it, so the stream
+travels between blocks as two tensors. Parameters with a per-example sink (ops/_per_example.py) get no gradient.
 """
 
 from __future__ import annotations
@@ -27,26 +15,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from accelerant.ops import linear_fp8 as float8
+from accelerant.ops import transformer as op
 from accelerant.ops._per_example import Forming, announce, examples_of, first_sink, sink_of
+from accelerant.ops.attention import attention_reference, backward_pass, forward_pass
 from accelerant.ops.attention.backends import without_table
-from accelerant.ops.attention.op import attention_reference
-from accelerant.ops.linear_fp8 import op as float8
-from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
-from accelerant.ops.linear_gelu.op import linear_gelu_fwd
-from accelerant.ops.norm.op import _add_layer_norm, _layer_norm
-from accelerant.ops.transformer import op
+from accelerant.ops.linear_fp8 import Float8Weight, flattened, unflattened
+from accelerant.ops.linear_gelu import linear_gelu_fwd
+from accelerant.ops.norm import _add_layer_norm, _add_rms_norm, _layer_norm, _rms_norm
+from accelerant.ops.rope import _rope
+from accelerant.ops.swiglu import swiglu_bwd, swiglu_fwd
 from accelerant.runtime.dispatch import Case
-
-# --- reference, differentiable any number of times -------------------------------------------------------------------
 
 
 class BlockSpec(NamedTuple):
     """The configuration of a transformer block.
 
-    `eps`: of both norms; `window`: positions that attention reaches back, -1 for all; `scale` of the scores: None for 1
-    / sqrt(head width); `approximate`: GELU's form, "tanh" or "none"; `post_norm`: norms follow the residual additions
-    (BERT) instead of preceding the branches (GPT-2, ViT); `joined`: a pre-norm block returns the sum of its last branch
-    and the residual stream; `mask`: attention's segments (see `segments_mask`), None for one.
+    `window` -1 for all positions; `scale` None for 1 / sqrt(head width); `post_norm`: norms follow the residual
+    additions (BERT); `joined`: a pre-norm block returns the sum of branch and stream; `mask`: attention's segments.
     """
 
     heads: int
@@ -115,10 +101,7 @@ def block_reference(x: Tensor, spec: BlockSpec, params: Sequence[Tensor | None])
 
 
 class TableSums(Protocol):
-    """Sums of gradients over processes: where products leave theirs, and the two parts of a tied table's apart.
-
-    Both parts otherwise meet at the end of the backward pass, when nothing is left that hides their sum.
-    """
+    """Sums of gradients over processes: where products leave theirs, and the two parts of a tied table's apart."""
 
     def place(self, weight: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return the memory in which a parameter's gradient is summed; None where it is copied there."""
@@ -177,7 +160,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _announce(ctx: Any, x: Tensor, params: _Params) -> None:
-    """Announce the parameters to their sink, if they have one; keep them, and the number of examples in x."""
     sink = first_sink(params)
     ctx.examples = None if sink is None else announce(sink, x, *params)
     ctx.sunk = None if sink is None else params
@@ -198,9 +180,8 @@ def _linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of a linear layer's weight and bias, in their dtypes; (None, None) if a sink takes them.
 
-    dy and x, the gradient of the result and the input, are rows; `examples` is the number that the parameters' sink
-    expects, None without one; `sums` are column sums of dy if known, per example with a sink; others are ignored. The
-    weight's gradient has the weight's memory layout, so that a transposed view gets it without a copy.
+    `sums` are column sums of dy if known, per example with a sink. The weight's gradient has the weight's memory
+    layout.
     """
     sink = None if examples is None else first_sink((weight, bias))
     if sums is not None and sums.dim() != (1 if sink is None else 2):
@@ -253,9 +234,6 @@ def _double_backward(
         return gradients_of(run(inputs[0], inputs[1:]), inputs, needs, dy)
 
 
-# --- a linear layer --------------------------------------------------------------------------------------------------
-
-
 class FusedLinear(torch.autograd.Function):
     """x (..., K), weight (N, K) and bias (N,) as parameters, the same two in the dtype of x -> (..., N)."""
 
@@ -282,9 +260,6 @@ class FusedLinear(torch.autograd.Function):
         return dx, *_linear_gradients(dy, rows, weight, bias, needs[1:3], ctx.examples), None, None
 
 
-# --- the MLP ---------------------------------------------------------------------------------------------------------
-
-
 def _mlp_forward(
     y: Tensor, up: _Weight, up_bias: Tensor | None, down: _Weight, down_bias: Tensor | None, approximate: str,
     keep: bool,
@@ -307,9 +282,8 @@ def _mlp_backward(
 ) -> tuple[Tensor, Gradients]:  # fmt: skip
     """Return the gradients of the MLP's input and of the weight and bias of up and of down.
 
-    dm, y, z: gradient of the result, input and input of GELU, all rows; `weights` of up and down are in the compute
-    dtype; `sums` are column sums of dm if known; `add_to` is overwritten by its sum with the input's gradient, and
-    returned.
+    z is the input of GELU; `sums` are column sums of dm if known; `add_to` is overwritten by the input's gradient
+    added.
     """
     up, up_bias, down, down_bias = params
     assert up is not None and down is not None  # noqa: PT018  for the type checker
@@ -362,9 +336,6 @@ class FusedMLP(torch.autograd.Function):
         return dx.view(x.shape), *gradients, *(None,) * 4
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
 class Attention(torch.autograd.Function):
     """Causal self-attention of a packed product qkv (B, T, 3, H, D) -> (B, T, H D)."""
 
@@ -386,12 +357,8 @@ class Attention(torch.autograd.Function):
 
 
 def _split_heads(do: Tensor, qkv: Tensor) -> Tensor:
-    """Return rows of joined heads as (B, H, T, D)."""
     B, T, _, H, D = qkv.shape
     return do.reshape(B, T, H, D).transpose(1, 2)
-
-
-# --- the block -------------------------------------------------------------------------------------------------------
 
 
 class Block(torch.autograd.Function):
@@ -597,11 +564,8 @@ class Embed(torch.autograd.Function):
 class TiedLoss(torch.autograd.Function):
     """hidden (M, K), table (V, K) as a parameter and in hidden's dtype, targets (M,), classes -> the mean loss.
 
-    The gradients are computed with the loss (see accelerant.ops.linear_cross_entropy) and released by the first
-    backward pass; a further one computes them again. Rows of the table from `classes` on get a gradient of 0.
-
-    If the table has a sink, it gets each example's gradient, also formed with the loss; or, if sequences are shorter
-    than the table is wide, the gradient of all logits, which is then the smaller.
+    The gradients are computed with the loss and released by the first backward pass; a further one computes them again.
+    With a sink the table's is per example or, if sequences are shorter than it is wide, that of all logits.
     """
 
     @staticmethod
@@ -656,3 +620,150 @@ fused_attention: Callable[..., Tensor] = Attention.apply
 fused_block: Callable[..., tuple[Tensor, Tensor | None]] = Block.apply
 fused_embed: Callable[..., tuple[Tensor, Tensor]] = Embed.apply
 tied_loss: Callable[..., Tensor] = TiedLoss.apply
+
+
+# --- the decoder layer -----------------------------------------------------------------------------------------------
+
+
+class DecoderSpec(NamedTuple):
+    """The configuration of a decoder layer: eps of both norms; heads of queries, and of keys and values.
+
+    `recompute`: x -> the layer's result by differentiable modules, for derivatives of its gradients.
+    """
+
+    eps: tuple[float, float]
+    heads: tuple[int, int]
+    causal: bool
+    window: int
+    scale: float
+    recompute: Callable[[Tensor], Tensor]
+    mask: Tensor | None = None
+
+
+class DecoderLayer(torch.autograd.Function):
+    """RMS norm, grouped-query attention with rotary embedding, residual sum and RMS norm, gated MLP, residual sum.
+
+    Takes (spec, x (B, S, N), cos, sin (S or B S, D / 2), weights): the weights of both norms, weight and bias of q, k
+    and v, the weights of the heads' norms of q and k, weight and bias of o, gate, up and down; None for absent ones.
+    All tensors have one dtype; or, as under autocast, weights and biases of the seven linear layers follow once more in
+    a narrower one: products and attention then compute in it, norms and the residual stream in that of x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: DecoderSpec, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any) -> Tensor:
+        """Return the layer's result (B, S, N)."""
+        weights, casts = weights[:18], weights[18:]
+        w1, w2, nq, nk = *weights[:2], *weights[8:10]
+        wq, bq, wk, bk, wv, bv, wo, bo, wg, bg, wu, bu, wd, bd = casts or (*weights[2:8], *weights[10:])
+        dtype = wq.dtype
+        B, S, N = x.shape
+        h, statistics1 = _rms_norm.forward(x, w1, None, spec.eps[0], True, None, dtype)
+        rows = h.view(-1, N)
+        q, k, v = (
+            _linear(rows, weight, bias).view(B, S, heads, -1)
+            for weight, bias, heads in ((wq, bq, spec.heads[0]), (wk, bk, spec.heads[1]), (wv, bv, spec.heads[1]))
+        )
+        saved_heads: tuple[Tensor | None, ...] = (None, None, None, None)
+        if nq is not None:
+            unnormalized = q, k
+            q, statistics_q = _rms_norm.forward(q, nq, None, spec.eps[0])
+            k, statistics_k = _rms_norm.forward(k, nk, None, spec.eps[0])
+            saved_heads = (*unnormalized, statistics_q, statistics_k)
+        q = _rope.forward(q.transpose(1, 2), cos, sin, False)
+        k = _rope.forward(k.transpose(1, 2), cos, sin, False)
+        v = v.transpose(1, 2)
+        o, lse = forward_pass(q, k, v, spec.causal, spec.scale, spec.window, spec.mask)
+        a = _linear(_joined_heads(o), wo, bo).view(B, S, N)
+        y, s, statistics2 = _add_rms_norm.forward(a, x, w2, None, spec.eps[1], True, dtype)
+        rows2 = y.view(-1, N)
+        gate, up = _linear(rows2, wg, bg), _linear(rows2, wu, bu)
+        m = swiglu_fwd(Case(gate.device, gate.dtype, gate.shape), gate, up)
+        out = _linear(m, wd, bd).view(B, S, N)
+        out = out.add_(s) if dtype is x.dtype else s + out
+        ctx.spec = spec
+        ctx.save_for_backward(
+            x, cos, sin, *weights, statistics1, rows, *saved_heads, q, k, v, o, lse, s, statistics2, rows2, gate, up, m,
+            *casts[::2],
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> Gradients:
+        """Return the gradients of x and the weights."""
+        (dout,) = dys
+        x, cos, sin, *rest = ctx.saved_tensors
+        weights, rest = rest[:18], rest[18:]
+        if torch.is_grad_enabled():
+            inputs = (None, x, None, None, *weights)
+            found = gradients_of(ctx.spec.recompute(x), inputs, ctx.needs_input_grad[:22], dout)
+            return *found, *(None,) * (len(ctx.needs_input_grad) - 22)
+        w1, w2, wq, bq, wk, bk, wv, bv, nq, nk, wo, bo, wg, bg, wu, bu, wd, bd = weights
+        statistics1, rows, q_in, k_in, statistics_q, statistics_k, *rest = rest
+        q, k, v, o, lse, s, statistics2, rows2, gate, up, m, *casts = rest
+        cq, ck, cv, co, cg, cu, cd = casts or (wq, wk, wv, wo, wg, wu, wd)
+        dtype = m.dtype
+        spec: DecoderSpec = ctx.spec
+        need = ctx.needs_input_grad[4:]
+        B, S, N = x.shape
+
+        da: Any
+        dq: Any
+        dk: Any
+        dout = dout.contiguous()
+        dm, d_down = _gradients_of_linear([dout.to(dtype).view(-1, N)], m, (cd,), (wd, bd), need[16:18])
+        dgate, dup = swiglu_bwd(Case(gate.device, gate.dtype, gate.shape), dm, gate, up)
+        dy, d_gates = _gradients_of_linear([dgate, dup], rows2, (cg, cu), (wg, bg, wu, bu), need[12:16])
+        da, dw2, _ = _add_rms_norm.backward(
+            dy.view(B, S, N), dout, s, w2, None, statistics2, spec.eps[1], (True, need[1], False)
+        )
+        do, d_o = _gradients_of_linear([da.to(dtype).view(-1, N)], _joined_heads(o), (co,), (wo, bo), need[10:12])
+        do = do.view(B, S, spec.heads[0], -1).transpose(1, 2)
+        dq, dk, dv = backward_pass(do, q, k, v, o, lse, spec.causal, spec.scale, spec.window, spec.mask)
+        dq, dk = (_rope.backward(d, None, cos, sin, False, (True, False, False))[0] for d in (dq, dk))
+        dnq = dnk = None
+        if nq is not None:
+            dq, dnq, _ = _rms_norm.backward(
+                dq.transpose(1, 2), q_in, nq, None, statistics_q, spec.eps[0], (True, need[8], False)
+            )
+            dk, dnk, _ = _rms_norm.backward(
+                dk.transpose(1, 2), k_in, nk, None, statistics_k, spec.eps[0], (True, need[9], False)
+            )
+            dqkv = [dq.view(rows.shape[0], -1), dk.view(rows.shape[0], -1), _joined_heads(dv)]
+        else:
+            dqkv = [_joined_heads(dq), _joined_heads(dk), _joined_heads(dv)]
+        dh, d_qkv = _gradients_of_linear(dqkv, rows, (cq, ck, cv), (wq, bq, wk, bk, wv, bv), need[2:8])
+        dx, dw1, _ = _add_rms_norm.backward(
+            dh.view(B, S, N), da, x, w1, None, statistics1, spec.eps[0], (True, need[0], False)
+        )
+        absent = (None,) * (len(ctx.needs_input_grad) - 22)
+        return (None, dx, None, None, dw1, dw2, *d_qkv, dnq, dnk, *d_o, *d_gates, *d_down, *absent)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def _gradients_of_linear(
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], params: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the gradients of the input x that layers share and, in turn, of their params: weights and biases."""
+    dx = torch.mm(dys[0], weights[0])
+    gradients: list[Tensor | None] = []
+    for i, dy in enumerate(dys):
+        weight, bias = params[2 * i : 2 * i + 2]
+        if i:
+            dx.addmm_(dy, weights[i])
+        dw = None
+        if needs[2 * i]:
+            out, same = placed(weight, *weight.shape), weight.dtype is dy.dtype
+            dw = torch.mm(dy.t(), x, out=out) if same else op.linear_dw(dy, x, weight.dtype, out)
+        gradients += (dw, op.column_sums(dy, bias.dtype) if needs[2 * i + 1] else None)
+    return dx, gradients
+
+
+def _joined_heads(x: Tensor) -> Tensor:
+    B, H, S, D = x.shape
+    return x.transpose(1, 2).reshape(B * S, H * D)
+
+
+fused_decoder_layer: Callable[..., Tensor] = DecoderLayer.apply

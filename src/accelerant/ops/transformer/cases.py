@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from accelerant.ops._cases import Compilation, tolerances
-from accelerant.ops.embedding.op import constants, embedding_plan
-from accelerant.ops.transformer.op import COLUMNS, SQUARE
-from accelerant.ops.transformer.op import KERNELS as _KERNELS
+from accelerant.ops.embedding import constants, embedding_plan
+from accelerant.ops.registry import Compilation, tolerances
+from accelerant.ops.transformer import COLUMNS
+from accelerant.ops.transformer import KERNELS as _KERNELS
 
 KIND = "mutating"  # no public function
 
@@ -28,7 +28,6 @@ def _embed(kind: str) -> Compilation:
 KERNELS = (
     _columns("*bf16"),
     _columns("*fp32"),
-    Compilation(_KERNELS["turn"], {"*": "*bf16"}, {"BLOCK": SQUARE}, 4),
     _embed("*bf16"),
     _embed("*fp32"),
 )

@@ -1,15 +1,14 @@
 """Steps of a transformer other than products, attention, norms and gelu.
 
     columns  sums[n] = sum over m of x[m, n]
-    turn     y[n, m] = x[m, n]
     embed    y[t] = table[token[t]] + places[t mod time], rounded once
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", for the sum of the two embeddings.
 Layout: x (M, N) with a row stride, everything else dense; sums in float32. A token outside [0, V) reads nothing and
         gives a row of NaN.
 Grid:   columns: one program per strip of BLOCK_N columns and `span` rows, with partial sums, which linear_gelu's kernel
-        `join` adds. turn: one program per BLOCK x BLOCK tile. embed: one program per ROWS tokens and BLOCK_D columns.
-Bound:  memory: columns 1 access per element, turn 2, embed 3 and 2 of four bytes.
+        `join` adds. embed: one program per ROWS tokens and BLOCK_D columns.
+Bound:  memory: columns 1 access per element, embed 3 and 2 of four bytes.
 """
 
 import triton
@@ -49,14 +48,3 @@ def transformer_embed(
     y = tl.load(table_ptr + token[:, None] * D + columns, mask=known, other=float("nan")).to(tl.float32)
     y += tl.load(places_ptr + (rows % time)[:, None] * D + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + rows[:, None] * D + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def transformer_turn(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
-    across = tl.cdiv(N, BLOCK)
-    rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    columns = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * N + columns[None, :], mask=inside, other=0.0)
-    inside = (columns < N)[:, None] & (rows < M)[None, :]
-    tl.store(y_ptr + columns[:, None] * M + rows[None, :], tl.trans(x), mask=inside)

@@ -4,7 +4,7 @@ from accelerant._lazy import lazy
 
 TYPE_CHECKING = False  # of typing, whose import takes long: see accelerant/__init__.py
 if TYPE_CHECKING:
-    from accelerant.runtime.compilation.inspect import *
+    from accelerant.runtime.compilation.cuda import *
     from accelerant.runtime.compilation.kernel import *
 
 __all__ = [
@@ -14,4 +14,4 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(__name__, __all__, ("kernel", "inspect"))
+    __getattr__, __dir__ = lazy(__name__, __all__, ("kernel", "cuda"))

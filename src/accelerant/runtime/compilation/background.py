@@ -1,16 +1,8 @@
 """Compilation of CUDA kernels by child processes, while libraries' functions run in their place.
 
-    background.start()                  # from now on, operations do not wait for a compiler
-    while not background.is_ready():    # some kernel that was asked for is still being compiled
-        step_without_our_kernels()
-
-An operation first attempts its preferred implementation. If a kernel of it is not in the disk cache, the attempt asks
-the children for it and for all others that it would have launched, and a library's function gives the result
-(dispatch/operation.py). So the set of kernels, with their dtypes, sizes and alignment, is known from real calls.
-
-Each child gets all kernels. The disk cache and a lock for each kernel divide the work between the children of all
-processes of the host; a result that the cache cannot keep comes back through a pipe. Children have the lowest priority,
-use no GPU, and end with their parent, however it ends, or when there is nothing to do.
+A preferred implementation whose kernels are not in the disk cache asks the children for all that it would have
+launched, and a library's function gives the result (dispatch/operation.py). The disk cache and a lock for each kernel
+divide the work between the children of all processes of the host.
 """
 
 from __future__ import annotations
@@ -280,7 +272,6 @@ class _Compilers:
                 child.kill()
 
     def _spawn(self) -> None:
-        """Start children, and send them all that waits."""
         try:
             for _ in range(_count()):
                 child = _Child(self._heard_from)
@@ -333,7 +324,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def _count() -> int:
-    """Return the number of children: of the cores that the processes of a launch share on this host, all but one."""
     if not KernelCache().is_writable():
         return 1  # several would each compile everything
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

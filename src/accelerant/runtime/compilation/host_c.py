@@ -4,10 +4,7 @@ Each entry point becomes a function that runs the blocks [begin, end) of a grid 
 
     int acl_run_NAME(i64 begin, i64 end, i64 grid, i64 rows, i32 width, i32 height, i32 threads, <arguments>)
 
-The threads of a block run in turn, row by row. Where the text has no barrier a row is a loop, which the compiler may
-turn into vectors; threads that wait at a barrier have stacks of their own (host_block.c). `acl_here`, the indices of
-the thread, is a hidden first argument of the kernel, since memory of the process would prevent the vectors; only where
-a helper function reads an index, or a barrier needs it, it is a variable of the core.
+Threads of a block run in turn, row by row, as a loop; those that wait at a barrier have stacks of their own.
 """
 
 from __future__ import annotations
@@ -151,7 +148,6 @@ def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., No
 
 
 def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
-    """Return the text to compile, and whether a kernel has barriers."""
     plain = without_comments(program)
     kernels = find_kernels(program, "portable")
     bodies = {kernel.name: plain[slice(*kernel.body)] for kernel in kernels}
@@ -183,7 +179,6 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
 
 
 def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:
-    """Return the function that runs blocks of an entry point."""
     types = ["void *" if kind.startswith("*") else f"{_C_TYPES[kind]} " for kind in kinds]
     parameters = "".join(f", {kind}acl_a{i}" for i, kind in enumerate(types))
     values = [f"acl_a{i}" for i in range(len(types))]

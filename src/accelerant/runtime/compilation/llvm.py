@@ -1,16 +1,7 @@
-"""LLVM IR as text, written one instruction after the other.
-
-    code = FunctionBuilder("dot", ["ptr %x", "ptr %y", "i64 %n"], "double", linkage="")
-    total = code.variable("double", 0.0)
-    with code.loop(0, "%n") as i:
-        x, y = (code.load("double", array, i) for array in ("%x", "%y"))
-        total.set(code.op("fadd", total.get(), code.op("fmul", x, y)))
-    code.ret(total.get())
-    text = program([code])
+"""LLVM IR as text, written one instruction after the other by a FunctionBuilder; `program` joins the functions.
 
 An operand is a Value, the name of one of the function's arguments, or a Python number, which becomes a constant of the
-other operand's type. What changes in a loop is a `variable`, memory on the stack: LLVM's SROA pass makes registers of
-it.
+other operand's type. What changes in a loop is a `variable`, of which LLVM's SROA pass makes a register.
 """
 
 from __future__ import annotations
@@ -157,7 +148,6 @@ class FunctionBuilder:
         return f"{self._type(operand)} {operand}"
 
     def _type(self, *operands: Operand) -> str:
-        """Return the type of the first operand that has one."""
         for operand in operands:
             kind = operand.type if isinstance(operand, Value) else self._types.get(str(operand), "")
             if kind:

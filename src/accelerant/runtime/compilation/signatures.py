@@ -1,6 +1,5 @@
 """Reading a kernel's text: its entry points and their arguments, code for the host, and index checks for `debug`.
 
-Three dialects: CUDA C++ (`__global__`, in namespaces, templates), OpenCL C (`__kernel`) and portable C (`ACL_KERNEL`).
 Conditions and macros with arguments are not evaluated, but `#define NAME TYPE`, typedef, using and the template's
 parameters are. An argument of another type is refused by name; the caller may state the types.
 """
@@ -220,7 +219,6 @@ def _brackets(plain: str) -> dict[int, int]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that are in no brackets; nothing of nothing, or of "void"."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{<") - (character in ")]}>")
@@ -233,7 +231,6 @@ def _split(text: str) -> list[str]:
 
 
 def _template(plain: str, mark: int) -> tuple[tuple[str, str, str], ...]:
-    """Return the template parameters of the declaration that a mark is in."""
     start = max(plain.rfind(character, 0, mark) for character in ";{}") + 1
     head = re.search(r"\btemplate\s*<", plain[start:mark])
     if head is None:

@@ -1,10 +1,7 @@
-"""Triton as a compiler: a Triton function and its specialization become a KernelSource.
-
-The provider keeps the machine code in its disk cache and launches it as any other kernel, so a warm start imports no
-Triton. Under TRITON_INTERPRET=1 the function runs on CPU tensors instead; tests use this without a GPU.
+"""Triton as a compiler: a Triton function and its specialization become a KernelSource; a warm start imports no Triton.
 
 A specialization consists of the element types of the pointers, whether each pointer and integer is a multiple of 16
-(wider loads; for row lengths and strides also 8, 4 or 2), and the compile-time constants.
+(for row lengths and strides also 8, 4 or 2), and the compile-time constants.
 """
 
 from __future__ import annotations
@@ -172,12 +169,8 @@ recorders: dict[int, list[tuple[PreparedLaunch, tuple[int, ...]]]] = {}
 class TritonKernel:
     """A Triton function that is compiled on demand and launched through the provider.
 
-    Args:
-        module, name: of the function; the module is imported only to compile or to interpret.
-        targets: the architectures it is written for.
-        widths: positions of the integers that are row lengths or strides, which bound the width of loads; of others
-            only divisibility by 16 counts, so that not every number of rows is compiled for.
-        contracts: a product and a sum may become one operation, rounded once.
+    `widths`: positions of the integers that are row lengths or strides, which bound the width of loads; of others only
+    divisibility by 16 counts. `contracts`: a product and a sum may become one operation, rounded once.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from accelerant._renamed import renamed_names
-from accelerant.runtime.dispatch.choice_store import choices
 from accelerant.runtime.dispatch.operation import Operation, force, operations
 from accelerant.runtime.dispatch.plan import (
     Case,
@@ -17,7 +16,7 @@ from accelerant.runtime.dispatch.plan import (
     explain_quietly,
     saved_by,
 )
-from accelerant.runtime.dispatch.race import tune
+from accelerant.runtime.dispatch.race import choices, tune
 
 __all__ = [
     "Case", "Cost", "Decision", "DispatchEntry", "Explanation", "Implementation", "Operation", "case_of", "choices",

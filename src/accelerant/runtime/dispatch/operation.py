@@ -1,18 +1,8 @@
 """An op's implementations, the choice among them, and the fallback from one to the next.
 
-    layer_norm_fwd = Operation("layer_norm_fwd", (
-        Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", torch_forward),
-    ), cost=_cost)
-    y, statistics = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
-
-The first call of a case makes a plan; later calls look it up. Of the implementations that serve the case, the forced
-one is chosen, else the fastest by a local race, else by a shipped table, else the first. The setting `race` says when a
-race is run on the arguments of a call.
-
-An implementation that fails before it wrote anything is followed by the next one from the same inputs, as the fallback
-policy allows, and stays out for that case unless it only lacked memory. One that changes its arguments is followed by
-another only if it is our own and had launched nothing. The ledger gets what ran, what refused and what fell back.
+The first call of a case makes a plan: the forced implementation, else the fastest by a local race, else by a shipped
+table, else the first that serves. One that fails before it wrote anything is followed by the next, as the fallback
+policy allows; one that changes its arguments only if it is our own and had launched nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +35,6 @@ from accelerant.errors import (
 )
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import background
-from accelerant.runtime.dispatch.choice_store import CandidateTimes, Sources, choices, key_of, rounded
 from accelerant.runtime.dispatch.plan import (
     FEW_ELEMENTS,
     PLANS_LIMIT,
@@ -60,7 +49,19 @@ from accelerant.runtime.dispatch.plan import (
     rules,
     torch_wants_determinism,
 )
-from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
+from accelerant.runtime.dispatch.race import (
+    MARGIN,
+    RACED_DEVICES,
+    CandidateTimes,
+    Sources,
+    choices,
+    fastest,
+    key_of,
+    obstacle,
+    race,
+    reason_of,
+    rounded,
+)
 from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.limits import (
     count,
@@ -387,7 +388,6 @@ class Operation:
         return measured, lasting or by_default  # else each call would race again while memory lacks
 
     def _by_nearest(self, case: Case, serving: Sequence[Implementation]) -> tuple[Implementation, str]:
-        """Return the implementation on a GPU that no table serves, where nothing was raced, and the reason."""
         near = choices().nearest(key_of(self.name, case.dtype, self._bucket(case)))
         name = fastest(near.ms, [candidate.name for candidate in serving]) if near is not None else None
         winner = next((candidate for candidate in serving if candidate.name == name and candidate.own), None)

@@ -1,16 +1,7 @@
 """Device memory: limits, statistics of the pool, measured peaks, and the message when memory runs out.
 
-    apply_limit(0.5, "cuda:0")                 # this process takes at most half of the device
-    with limit(2 << 30, "cuda:0"):             # this block takes at most 2 GiB more than is held now
-        step()
-    print(statistics("cuda:0"))
-    trim("cuda:0")                             # unused pool memory back to the device
-
 Torch's CUDA allocator keeps limits itself. On other backends buffers are checked by `ComputeProvider.check_limit`, and
-torch's CPU tensors inside `limit` are counted op by op, by a LiveSet: each storage that an op returns, real or fake,
-until it dies; aliases count once. Memory that a kernel allocates and frees inside one op is not seen. Counting does not
-change what runs: fused layers stay so (`only_counts`), also on the fake tensors of a prediction (`predicting`), where
-kernels are not launched.
+torch's CPU tensors inside `limit` are counted op by op, by a LiveSet. Counting does not change what runs.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
 """Peak memory of a training or inference step: predicted from shapes, and measured.
 
-    print(predict_peak(model, idx, targets, call=GPT.loss, optimizer=torch.optim.AdamW))
-    print(compare_peak(model, idx, targets, call=GPT.loss))
-
-The prediction runs the step on fake tensors, which have shapes and no memory, and counts the live storages after each
-op, forward and backward. Memory that a library's kernel allocates inside one op is estimated: the figure `workspace`.
-
-A real run uses parameters that share the model's values but have gradients of their own, and copies of the buffers.
-Everything else that a step changes (random state, modes, attributes of modules, cached memory) is restored.
-
-`optimal_batch_size`: the peak is a maximum of linear functions of the batch, one for each moment of the step, and so
-nearly linear. Two predictions give a line, and a few more find the largest batch whose prediction fits. Real runs then
-confirm that batch or correct it.
+The prediction runs the step on fake tensors and counts the live storages after each op, forward and backward. Memory
+that a library's kernel allocates inside one op is estimated. A real run restores all that the step changes.
 """
 
 from __future__ import annotations
@@ -142,9 +132,6 @@ def compare_peak(
     return PeakComparison(predicted, measured, str(device))
 
 
-# --- prediction ------------------------------------------------------------------------------------------------------
-
-
 def predict_step(
     step: ModelStep, make_inputs: Callable[[FakeTensorMode], Any], device: torch.device,
     optimizer: OptimizerLike | None = None,
@@ -190,7 +177,6 @@ def predict_step(
 
 
 def _faked(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake tensor in place of a module's; one on the meta device becomes one on the step's device."""
     if tensor.device.type != "meta":
         return fake.from_tensor(tensor)
     moved = torch.empty_like(tensor, device=device)

@@ -1,17 +1,6 @@
 """State of devices (load, memory, power, temperature, ...), energy used by a block of code, and events of devices.
 
->>> sample("cuda").power_w                                   # now
->>> with measure() as measured:                              # over a region
-...     train()
->>> measured                                                 # a table of time, memory, energy and ops
->>> measured.energy_j, measured.peak_bytes, measured.ops[0].energy_per_call_j
->>> with watch_devices(lambda event: log.warning("%s", event)):
-...     serve()
->>> event_counts()                                           # {("cuda:0", "slow_down"): 2}
-
-Every figure may be None; `.reasons` then says why. No driver is started that choosing the device did not start. A watch
-reads the figures at intervals, in a thread of its own. A DeviceLost error of this process is an event as well, without
-a watch, for the functions given to `subscribe`.
+Every figure may be None; `.reasons` then says why. No driver is started that choosing the device did not start.
 """
 
 from __future__ import annotations
@@ -173,9 +162,6 @@ def to_prometheus(devices: Iterable[DeviceLike | Sample] | None = None) -> str:
     events = [({"device": device, "kind": kind}, count) for (device, kind), count in event_counts().items()]
     family("events_total", "counter", "Events seen by this process.", events)
     return "\n".join(lines) + "\n"
-
-
-# --- a region --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

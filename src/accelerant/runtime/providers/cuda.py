@@ -24,7 +24,7 @@ from accelerant.runtime.compilation import background
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import DIALECTS, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.monitoring import nvidia
+from accelerant.runtime.monitoring import readers
 from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import Arguments, ComputeDevice, Event, MemoryInfo, Pointer
 from accelerant.runtime.providers.cuda_launch import Library, LoadedKernel, check_memory, cuda_error, load_error
@@ -80,10 +80,10 @@ class CudaProvider(TorchProvider):
         needed = max(int(version.partition(".")[0]) for version in installed)
         reason = provider.probe_in_child(f"needed = {needed}\n{_PROBE}", "the NVIDIA driver", _PROBE_TIMEOUT_S)
         if old := re.fullmatch(r"CUDA (\d+)", reason):
-            return nvidia.driver_problem(int(old[1]), *installed)
+            return readers.driver_problem(int(old[1]), *installed)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if reason.endswith("shows no device") and visible is not None:
-            return f"{reason} with CUDA_VISIBLE_DEVICES={visible} {nvidia.visible_devices_problem(visible)}".strip()
+            return f"{reason} with CUDA_VISIBLE_DEVICES={visible} {readers.visible_devices_problem(visible)}".strip()
         return reason
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class CudaProvider(TorchProvider):
                 name=info.name,
                 memory_bytes=info.total_memory,
                 architecture=f"sm_{info.major}{info.minor}",
-                properties=_specification(index) | {"dtypes": nvidia.cuda_dtypes(info.major, info.minor)},
+                properties=_specification(index) | {"dtypes": readers.cuda_dtypes(info.major, info.minor)},
                 torch_type=self.torch_type,
             )
             for index, info in enumerate(map(torch.cuda.get_device_properties, range(self._count)))
@@ -106,12 +106,12 @@ class CudaProvider(TorchProvider):
 
     def hidden_devices(self) -> list[ComputeDevice]:
         """Return the MIG slices that this process does not see; needs nvidia-ml-py."""
-        return nvidia.hidden_slices({_specification(index)["uuid"].partition("-")[2] for index in range(self._count)})
+        return readers.hidden_slices({_specification(index)["uuid"].partition("-")[2] for index in range(self._count)})
 
     def self_test(self, device: int = 0) -> str | None:
         """As the base class, unless the GPU is too old for any kernel."""
         info = torch.cuda.get_device_properties(device)
-        return nvidia.capability_problem(info.major, info.minor) or super().self_test(device)
+        return readers.capability_problem(info.major, info.minor) or super().self_test(device)
 
     def free_fraction(self, device: ComputeDevice) -> float:
         """As the base class; reads NVML if it can, since CUDA itself would make a context on each device."""
@@ -283,7 +283,7 @@ def _specification(index: int) -> dict[str, Any]:
     info = torch.cuda.get_device_properties(index)
     found: dict[str, Any] = {key: attribute(name) for key, name in _ATTRIBUTES.items()}
     clock_khz, memory_khz = attribute("CLOCK_RATE"), attribute("MEMORY_CLOCK_RATE")
-    profile = nvidia.profile_of(info.name)
+    profile = readers.profile_of(info.name)
     _, address = driver.cuDeviceGetPCIBusId(16, handle)
     _, version = driver.cuDriverGetVersion()
     cudnn = None
@@ -293,15 +293,15 @@ def _specification(index: int) -> dict[str, Any]:
         "clock_mhz": clock_khz // 1000,
         "memory_clock_mhz": memory_khz // 1000,
         "memory_bandwidth_gb_s": round(2e-6 * memory_khz * found["memory_bus_bits"] / 8, 1),  # two words a clock
-        "matrix_dtypes": nvidia.matrix_dtypes(info.major, info.minor),
+        "matrix_dtypes": readers.matrix_dtypes(info.major, info.minor),
         "pci_address": bytes(address).split(b"\0")[0].decode(),
         "uuid": f"{'MIG' if profile else 'GPU'}-{info.uuid}",
         "mig_profile": profile,
         "cuda": torch.version.cuda,
         "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else "",
         "driver": f"{version // 1000}.{version % 1000 // 10}",
-        "driver_version": nvidia.driver_version(),
-        "minimum_driver": nvidia.minimum_driver(str(torch.version.cuda)),
+        "driver_version": readers.driver_version(),
+        "minimum_driver": readers.minimum_driver(str(torch.version.cuda)),
     }
 
 

@@ -1,8 +1,4 @@
-"""Kernel launches with little host time: everything that does not change between launches is prepared once.
-
-Kernels are launched by cuda-bindings, function by function of the driver: cuda.core takes 0.1 s to import. The driver
-reads arguments from memory that is laid out once; each conversion is chosen once, from the declared type.
-"""
+"""Kernel launches with little host time: what does not change between launches is prepared once, by cuda-bindings."""
 
 from __future__ import annotations
 
@@ -167,7 +163,6 @@ class LoadedKernel:
         return "programmaticStreamSerializationAllowed" * (overlaps or self._overlaps)
 
     def _in_memory(self, args: Sequence[Any]) -> list[Any]:
-        """Return the arguments as objects of ctypes."""
         try:
             values = [
                 ctypes.c_void_p(arg.data_ptr()) if convert is None else convert(arg)
@@ -188,7 +183,6 @@ class LoadedKernel:
         return LaunchError(f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}")
 
     def _shape(self, grid: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
-        """Return grid and block with three axes each, and the bytes of shared memory."""
         if any(not 1 <= size <= most for size, most in zip(grid, _LARGEST_GRID, strict=False)):
             bounds = f"a grid has 1 to {_LARGEST_GRID} blocks along its axes"
             raise LaunchError(f"kernel {self.name!r}: {bounds}, got {grid}")

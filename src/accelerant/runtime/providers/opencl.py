@@ -1,8 +1,4 @@
-"""OpenCL 1.2 and newer through pyopencl: the portable C kernels on any vendor's device, and on the CPU with PoCL.
-
-Buffers come from pyopencl's pool; each device has one in-order queue with profiling. Programs are kept in the disk
-cache as the driver's binaries, under the driver's version, and built from source where the driver refuses a binary.
-"""
+"""OpenCL 1.2 and newer through pyopencl: the portable C kernels on any vendor's device, and on the CPU with PoCL."""
 
 from __future__ import annotations
 
@@ -35,8 +31,7 @@ from accelerant.runtime.compilation.kernel import (
 from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.monitoring.monitor import publish
-from accelerant.runtime.provider import Buffer, ComputeDevice, CountedMemory, Event
-from accelerant.runtime.providers.drivers import DriverProvider
+from accelerant.runtime.provider import Buffer, ComputeDevice, CountedMemory, DriverProvider, Event
 
 _PROBE = """
 import os, sys, tempfile
@@ -194,7 +189,6 @@ class OpenclProvider(DriverProvider):
         return _ClEvent(mark)
 
     def _prepare(self, opened: _OpenclDevice, source: KernelSource, program: str, header: str) -> tuple[str, list[str]]:
-        """Return a program's whole text and the driver's options; CompileError for one that it cannot keep."""
         lines, chosen = source.compile_options.for_opencl()
         if source.shared_bytes:
             raise CompileError(f"kernel {source.name!r}: OpenCL has no dynamic shared memory; declare it in the kernel")

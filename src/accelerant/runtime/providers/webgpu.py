@@ -1,6 +1,6 @@
 """WebGPU through wgpu-py: kernels in WGSL on Vulkan, Metal and Direct3D 12.
 
-The dialect "wgsl" is a WGSL module as a browser takes it, with these conventions, which wgsl.py writes:
+The dialect "wgsl" is a WGSL module as a browser takes it, with these conventions, which compilation/kernel.py writes:
 
 * The pointers of an entry point are storage buffers in group 0 at binding 0, 1, ... in the order of the arguments. Its
   scalars are 4 bytes each in a uniform struct at the next binding; 64-bit values that do not fit are refused.
@@ -9,7 +9,7 @@ The dialect "wgsl" is a WGSL module as a browser takes it, with these convention
   `linear_group`; others are refused.
 * `//! elementwise 8 8 4` in a module says that element i of the result depends on element i of each array alone, with
   the bytes of an element of each; the last argument is the number of elements. Arrays larger than a binding may be are
-  then split over several dispatches, or bound in several windows where the module uses the functions of wgsl.words.
+  then split over several dispatches, or bound in several windows where the module uses the functions of `words`.
 
 Dispatches are encoded into one command buffer, which is submitted when it has _BATCH of them, and before anything waits
 or copies. There is no machine code to keep: the disk cache notes modules that the driver has accepted.
@@ -37,8 +37,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime import provider
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
-from accelerant.runtime.compilation.wgsl import windowed
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, windowed
 from accelerant.runtime.host import fork_safe, host_memory
 from accelerant.runtime.monitoring.monitor import publish
 from accelerant.runtime.provider import (
@@ -46,10 +45,10 @@ from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
     CountedMemory,
+    DriverProvider,
     Event,
     MemoryCounter,
 )
-from accelerant.runtime.providers.drivers import DriverProvider
 
 _PROBE = """
 import sys
@@ -341,7 +340,7 @@ class _WebgpuDevice:
         return program
 
     def windowed(self, program: _Program, counts: Sequence[int], log_words: int) -> _Program | None:
-        """Return a program that binds each array in so many windows; None if its text has no words of one (wgsl.py)."""
+        """Return a program that binds each array in so many windows; None if its text has no `words` of one."""
         key, entry = (*counts, log_words), program.entry
         with self.lock:
             if key not in program.windowed:
@@ -352,7 +351,6 @@ class _WebgpuDevice:
             return program.windowed[key]
 
     def _layout(self, pointers: int) -> tuple[Any, Any]:
-        """Return the layouts of a group of bindings, and of pipelines: so many arrays, then the scalars."""
         if pointers not in self._layouts:
             entries = [{"binding": i, "visibility": 4, "buffer": {"type": "storage"}} for i in range(pointers)]
             uniform = {"type": "uniform", "has_dynamic_offset": True}
@@ -577,7 +575,6 @@ def _defines(source: KernelSource) -> str:
 
 
 def _scalar(kernel: Kernel, position: int, kind: str, arg: object) -> int | float:
-    """Return a scalar that fits in 32 bits; LaunchError for another."""
     value = provider.check_scalar(kernel.name, position, kind, arg)
     low, high = (-(2**31), 2**31) if kind == "i64" else (0, 2**32)
     if kind in ("i64", "u64") and not low <= value < high:
@@ -607,7 +604,7 @@ def _split(
         if variant is None:
             why = f"its arrays would be {len(parts)} bindings of at most {most}"
             if len(parts) <= most:
-                why = "its module is neither elementwise nor reads arrays by the functions of wgsl.words"
+                why = "its module is neither elementwise nor reads arrays by the functions of `words`"
             bounds = f"an array of {max(sizes):,} bytes; a binding of this device has at most {limit:,}"
             raise LaunchError(f"kernel {name!r}: {bounds}, and {why}")
         yield variant, _grid(opened, program, name, grid), parts, values

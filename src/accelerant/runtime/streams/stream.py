@@ -1,16 +1,8 @@
 """Streams, events, and futures of device work.
 
-    copies = Stream("cuda:0")
-    with copies:                               # torch's work in the block goes to this stream
-        y = work(x)
-    mark = copies.record()
-    Stream.current("cuda:0").wait(mark)        # the device waits, not the host
-
-    answer = submit(model, x, stream=copies)   # a Future: answer.done(), answer.result(timeout), await answer
-
 On CUDA these are torch's streams and events. The CPU has none: there, work in a `with` block runs at once in the
 caller's thread, and submitted functions run in order on a thread of the stream. What such a function gives to its own
-stream runs at once, within the function: in the queue it would be behind the function that may wait for it.
+stream runs at once, within the function.
 """
 
 from __future__ import annotations

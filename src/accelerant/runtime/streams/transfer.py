@@ -1,15 +1,7 @@
 """Copies between host and device that overlap with work, and functions of arrays larger than the device.
 
-    future = copy_async(array, "cuda:0", stream)           # returns once the last part is staged
-    x = future.value_on(other_stream)                      # the device waits, not the host
-
-    run = stream_chunks(torch.special.erf, huge, device="cuda:0")
-    run.result, run.overlap
-
 In stream_chunks, three streams let chunk i + 1 travel to the device while chunk i is computed and chunk i - 1 travels
-back. Host memory that is not pinned goes through pinned buffers: in by the caller's thread, out by another. Time is
-bound by the slower direction of the link, the function, the host's copies, and, on an array's first use, the system's
-page allocation.
+back. Host memory that is not pinned goes through pinned buffers: in by the caller's thread, out by another.
 """
 
 from __future__ import annotations

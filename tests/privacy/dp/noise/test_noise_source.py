@@ -14,7 +14,7 @@ import torch
 from noise_reference import gaussian_reference
 
 from accelerant.errors import ConfigError, UnsupportedDtype
-from accelerant.ops.dropout.op import philox_reference
+from accelerant.ops.dropout import philox_reference
 from accelerant.privacy.dp import noise
 from accelerant.privacy.dp.noise import RANGE, FastSource, SecureSource, add_steps, fused_source
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, convolution_of, groups_of

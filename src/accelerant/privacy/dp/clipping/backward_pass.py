@@ -29,7 +29,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._launch import add_product
-from accelerant.ops.transformer.op import scaled
+from accelerant.ops.transformer import scaled
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.launch import Gram, bounded, chunks, margin, unresolved, wide
 from accelerant.runtime.dispatch.race import Tuned

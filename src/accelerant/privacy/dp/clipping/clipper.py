@@ -23,7 +23,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
-from accelerant.ops.transformer.op import column_sums_each
+from accelerant.ops.transformer import column_sums_each
 from accelerant.privacy.dp.clipping import backward_pass, launch, rules
 from accelerant.privacy.dp.clipping.backward_pass import BackwardPass, Dense
 from accelerant.privacy.dp.clipping.launch import wide

@@ -19,7 +19,7 @@ from torch import Tensor
 from accelerant.ops import _hopper as hopper
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma
 from accelerant.ops._launch import accesses, ceil_div, multiprocessors, next_power_of_2, triton_operation
-from accelerant.ops.transformer.op import embed_backward
+from accelerant.ops.transformer import embed_backward
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.providers.cuda_launch import PackedLaunch

@@ -31,10 +31,10 @@ from accelerant.nn.patching.forms import unknown
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import cast_for_autocast
 from accelerant.ops._per_example import PerExampleSink
-from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
-from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
-from accelerant.ops.recurrent.op import run_layers
-from accelerant.ops.transformer.op import norm_backward_each
+from accelerant.ops.norm import _layer_norm as _layer_norm_op
+from accelerant.ops.norm import _rms_norm as _rms_norm_op
+from accelerant.ops.recurrent import run_layers
+from accelerant.ops.transformer import norm_backward_each
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.backward_pass import Dense, GradientContribution, prefers_ghost
 from accelerant.privacy.dp.clipping.launch import chunks, wide

@@ -1,4 +1,4 @@
-"""Operations over images: checks of windows' settings and sizes, and copies between channels first and last.
+"""Operations over images: checks of windows' settings and sizes, copies between channels first and last; transposes.
 
 The transposing copy takes 0.055 ms for 64 x 256 x 56 x 56 of bfloat16 on an H200, torch's own copy 0.30.
 """
@@ -15,7 +15,7 @@ from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.files import clipped
 
-KERNEL = TritonKernel("accelerant.ops._images.triton_kernels", "layout_transpose")
+KERNEL = TritonKernel("accelerant.ops.triton_kernels", "layout_transpose")
 
 _BLOCK, _INTERPRETED_BLOCK, _WARPS = 64, 16, 4
 
@@ -66,6 +66,13 @@ def output_sizes(
             count -= 1
         sizes.append(count)
     return sizes
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Return the transpose of x (M, N), contiguous."""
+    y = x.new_empty(x.shape[::-1])
+    _transpose(x.contiguous(), y, 1, *x.shape)
+    return y
 
 
 def to_channels_last(x: Tensor) -> Tensor:
