@@ -271,10 +271,7 @@ def _torch_equivalent(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
     return_lse: bool = False, mask: None = None, segments: None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention by torch's CPU function.
-
-    scaled_dot_product_attention is not used, since its choice of a backend changes results and their layout.
-    """
+    """Compute attention by torch's CPU function."""
     return with_layout_of(q, _on_cpu(q, k, v, 0.0, bool(causal) and q.shape[2] != 1, scale=scale)[0])
 
 

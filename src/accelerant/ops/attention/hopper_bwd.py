@@ -174,11 +174,7 @@ def launch_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
     deterministic: bool = False, out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of attention on the current stream, in the shapes, dtype and layouts of q, k and v.
-
-    `deterministic`: the same bits each time, by one block per key/value head, slow where there are few. `out`: memory
-    for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
-    """
+    """Compute the gradients of attention on the current stream, in the shapes, dtype and layouts of q, k and v."""
     dq, dk, dv = out or (like(q), like(k), like(v))
     plan, sizes = _plan_and_sizes(q, k, causal, deterministic)
     space = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)

@@ -146,10 +146,7 @@ _launches: LaunchCache[PackedLaunch] = LaunchCache()
 def launch_hopper(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = -1
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention on the current stream: o in q's shape, dtype and layout, and lse (B, Hq, S) float32.
-
-    q is (B, Hq, S, D), k and v (B, Hkv, Skv, D) with Hkv a divisor of Hq; S = Skv if causal; no window (-1).
-    """
+    """Compute attention on the current stream: o in q's shape, dtype and layout, and lse (B, Hq, S) float32."""
     o = like(q)
     B, Hq, S, _ = q.shape
     lse = torch.empty(B, Hq, S, dtype=torch.float32, device=q.device)  # not new_empty, which takes five times as long

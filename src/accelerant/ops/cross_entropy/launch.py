@@ -229,11 +229,7 @@ def launch_forward(
     inplace: bool = False, gradient: bool = False, *, run_rows: Callable[..., None] = launch_rows,
     empty_gradient: Callable[[Tensor, int], tuple[Tensor, int]] = _empty_gradient,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return loss, statistics, counts (empty for FEW logits with their gradient), and the `gradient` of the loss.
-
-    `wide` returns the loss in float32; `inplace` writes the gradient over contiguous logits; `run_rows` and
-    `empty_gradient` are the kernel of the rows and the allocation of its gradient.
-    """
+    """Return loss, statistics, counts (empty for FEW logits with their gradient), and the `gradient` of the loss."""
     M, N = logits.shape
     device, dtype = logits.device, torch.float32 if wide else logits.dtype
     rows, stride = as_rows(logits, N)

@@ -82,10 +82,7 @@ class _DropoutWriter:
     def _scaled(
         self, code: FunctionBuilder, first: Value, keep: Value, scales: Value, inside: Callable[[], Value] | None = None
     ) -> None:
-        """Append y = x scale where `keep`, a bit an element, is set, else 0 x, for the elements from `first` on.
-
-        `inside` writes the mask of elements to load and store. The function has the arguments `ptr %x` and `ptr %y`.
-        """
+        """Append y = x scale where `keep`, a bit an element, is set, else 0 x, for the elements from `first` on."""
         element, size, lanes = _IN_MEMORY[self.dtype], self.dtype.itemsize, int(keep.type[1:].split(" ")[0])
         kind = vector(element, lanes)
         source, target = (code.at(element, pointer, first) for pointer in ("%x", "%y"))

@@ -243,11 +243,7 @@ def _unary(
     name: str, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor], *, saves: str,
     flops: tuple[int, int], cpu: CpuFastPath, again: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> DecomposedOp:  # fmt: skip
-    """Return an op of one tensor from torch's functions for it, with the kernels of its name.
-
-    `backward` takes dy and the saved tensor, x or y; `again` is the same where `backward` is not differentiable;
-    `flops` are operations per element, forward and backward.
-    """
+    """Return an op of one tensor from torch's functions for it, with the kernels of its name."""
     again = again or backward
     own, own_backward = STREAM_KERNELS[f"{name}_fwd"], STREAM_KERNELS[f"{name}_bwd"]
     fwd = triton_operation(

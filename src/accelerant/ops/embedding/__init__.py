@@ -267,10 +267,7 @@ def _torch_backward(
 
 
 def _bags(dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    """Return the gradient as sums of bags, by torch.embedding_bag: one bag of rows of dy per row of the table.
-
-    On a CPU torch's own gradient adds in low precision, bags in float32, and faster.
-    """
+    """Return the gradient as sums of bags, by torch.embedding_bag: one bag of rows of dy per row of the table."""
     (V, D), numbers = weight.shape, indices.reshape(-1)
     begins = torch.zeros(V, dtype=torch.int64, device=dy.device)
     torch.cumsum(torch.bincount(numbers, minlength=V)[:-1], 0, out=begins[1:])

@@ -143,10 +143,7 @@ def _run_per_example(
     hidden: Tensor, weight: Tensor, needs: Sequence[bool], to_gradient: Callable[[slice, Tensor], None],
     forming: Forming,
 ) -> _Gradients:  # fmt: skip
-    """Compute _run with a gradient of weight for each example, which has T = M / examples rows: (examples, V, K).
-
-    If T < K, where those are larger: the gradient (M, V) of all logits, which with hidden determines them.
-    """
+    """Compute _run with a gradient of weight for each example, which has T = M / examples rows: (examples, V, K)."""
     (M, K), V, examples = hidden.shape, weight.shape[0], forming.examples
     T = M // examples if examples else 0
     dhidden = torch.empty_like(hidden) if needs[0] else None

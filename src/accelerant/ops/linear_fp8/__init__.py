@@ -329,11 +329,7 @@ def gelu_linear(z: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
 def linear_dz(
     dy: Tensor, weight: Float8Weight, z: Tensor, before: Float8Weight, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Rounded]:
-    """Return dz, gelu(z), dz's column sums in dtype `sums` unless None, and dz quantized for `rounded_dx`.
-
-    dy is (M, K), the gradient of linear(gelu(z)); weight (K, N); z (M, N) contiguous, the result of the layer of
-    `before`.
-    """
+    """Return dz, gelu(z), dz's column sums in dtype `sums` unless None, and dz quantized for `rounded_dx`."""
     da = linear_dx(dy, weight)
     dz, a, q, scale, partial = _dgelu(Case(z.device, z.dtype, z.shape, ("dgelu",)), da, z, before.scale)
     return dz, a, None if sums is None else _joined(partial, sums), (q, scale)

@@ -175,11 +175,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _key(tensors: Tensors, device: torch.device) -> tuple[Any, ...]:
-    """Return all that a table depends on: addresses, and the properties that may change at an address.
-
-    Torch's functions read no address, and autograd gives the gradients new ones in each step: their shapes are
-    those of the parameters.
-    """
+    """Return all that a table depends on: addresses, and the properties that may change at an address."""
     columns = _columns(tensors)
     if tensors.params and refuses_triton(device) is not None:
         columns = columns[:1] + columns[2:]

@@ -184,11 +184,7 @@ def launch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
     residual: Tensor | None = None, dtype: torch.dtype | None = None, plan: RowTile | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return y, contiguous, in `dtype` or that of x; with a residual s = x + residual; and the statistics.
-
-    Those of each row, if asked for, are float32: (M, 2), mean and 1 / standard deviation, or without centring (M, 1), 1
-    / root mean square.
-    """
+    """Return y, contiguous, in `dtype` or that of x; with a residual s = x + residual; and the statistics."""
     N = x.shape[-1]
     M = x.numel() // N if N else x.shape[:-1].numel()
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -366,10 +362,7 @@ def torch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
     residual: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Normalize as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
-
-    Without them, everything that runs on a CPU is torch's own and differentiable, as it is on a GPU for one dtype.
-    """
+    """Normalize as launch_forward does; statistics may be returned unasked, where torch computes them anyway."""
     same = dtype in (None, x.dtype) and x.is_cuda and {x.dtype}.issuperset(_dtypes(weight, bias, residual))
     if not statistics and (x.is_cpu or (same and (centre or bias is None))):
         s = x if residual is None else x + residual
@@ -466,10 +459,7 @@ def _uniform(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 def _widened(
     x: Tensor, centre: bool, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[torch.dtype, Tensor, Tensor | None, Tensor | None]:
-    """Return the dtype to compute in, and x and the vectors as torch computes in it.
-
-    On a CPU, layer_norm of low precision keeps float32 statistics if the weight is float32: x need not be widened.
-    """
+    """Return the dtype to compute in, and x and the vectors as torch computes in it."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mixed = centre and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
     if mixed and weight is None:

@@ -257,10 +257,7 @@ def _is_few(x: Tensor, interleaved: bool) -> bool:
 
 
 def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
-    """Rotate in at least float32; differentiable for few elements.
-
-    A CPU processes many elements in chunks of positions, so that intermediate results stay in cache.
-    """
+    """Rotate in at least float32; differentiable for few elements."""
     wide = _wide(x.dtype)
     if not inverse and _is_few(x, interleaved):
         y = _composite(x, cos, sin, interleaved)

@@ -151,10 +151,7 @@ def _attention_case(qkv: Tensor, causal: bool, window: int) -> Case:
 def attend(
     qkv: Tensor, causal: bool = True, window: int = -1, scale: float | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse.
-
-    window -1 for none; scale None for 1 / sqrt(D); mask as `segments_mask` makes it, None for one segment.
-    """
+    """Return self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse."""
     q, k, v = _heads(qkv)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return forward_pass(q, k, v, causal and q.shape[2] > 1, scale, window, mask)
@@ -363,10 +360,7 @@ def norm_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
 ) -> _NormGradients:  # fmt: skip
-    """Return the gradients of a layer norm's input s (..., N), plus ds, of weight and bias, and its column sums.
-
-    The sums, in dtype `sums` unless None, are the gradient of a bias that was added last to s.
-    """
+    """Return the gradients of a layer norm's input s (..., N), plus ds, of weight and bias, and its column sums."""
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", "" if sums is None else "sums"))
     return _norm_bwd(case, dy, ds, s, weight, bias, statistics, eps, needs, sums)
 
@@ -408,10 +402,7 @@ def norm_backward_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
     required: tuple[bool, bool, bool],
 ) -> _NormGradients:  # fmt: skip
-    """Return the gradient of a layer norm's input s (..., N), plus ds, and sums over the rows of each example.
-
-    `required`: which, (examples, N) in float32 or better: the gradients of weight, of bias, of a bias added last to s.
-    """
+    """Return the gradient of a layer norm's input s (..., N), plus ds, and sums over the rows of each example."""
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", f"examples {examples}"))
     return _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
 

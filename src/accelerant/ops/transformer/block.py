@@ -495,10 +495,7 @@ def _norm_gradients(
     dy: Tensor, ds: Tensor | None, s: Tensor, params: _Params, statistics: Tensor, eps: float, needs: Sequence[bool],
     last: Tensor | None, examples: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of a norm's input s, plus ds, of its scale and shift, and the first one's column sums.
-
-    `last` is the bias that was added last to s, whose gradient the column sums are; None if it needs none.
-    """
+    """Return the gradients of a norm's input s, plus ds, of its scale and shift, and the first one's column sums."""
     weight, bias = params
     assert weight is not None  # for the type checker: a block's norms have one
     sink = None if examples is None else first_sink((*params, last))

@@ -216,10 +216,7 @@ class Operation:
         return call
 
     def _run_on_fakes(self, case: Case, args: tuple[Any, ...]) -> Any:
-        """Run the preferred implementation that runs on tensors without memory, without plans, launches and ledger.
-
-        If one reads memory, the next is tried. Temporaries count only where torch's implementation is what really runs.
-        """
+        """Run the preferred implementation that runs on tensors without memory, without plans, launches and ledger."""
         serving = self.candidates(case)
         for candidate in serving[:-1]:
             with contextlib.suppress(Exception):
