@@ -5,9 +5,9 @@
 
 One JSON object for each engine and filter. Vectors are hard clusters (centers and spread of one size) or embeddings of
 text. On the CPU milliseconds are CPU time of the whole process, so that other processes do not count; on a GPU they are
-wall time. Each is the least of the repeats. FAISS's flat index is measured at its default
-`distance_compute_blas_threshold`, and at 20, with which batches use a matrix product. A peer that is not installed has
-a line that says so.
+wall time. Each is the least of the repeats, in which the engines take turns. FAISS's flat index is measured at its
+default `distance_compute_blas_threshold`, and at 20, with which batches use a matrix product. A peer that is not
+installed has a line that says so.
 """
 
 from __future__ import annotations
@@ -170,8 +170,14 @@ def _faiss(args: argparse.Namespace, x: Any, q: Any) -> Iterator[tuple[str, Call
             def made(mask: Any, index: Any = index, nprobe: int = nprobe, refined: bool = refined) -> Call | None:
                 if not refined:
                     return search(index, mask, default, nprobe=nprobe)
-                faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
-                return None if mask is not None else search(index, None, default)  # no selector through a refinement
+                if mask is not None:  # no selector through a refinement
+                    return None
+
+                def call() -> Any:
+                    faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
+                    return index.search(q, K)[1]
+
+                return call
 
             yield f"faiss {name} nprobe {nprobe}", made
 
@@ -180,28 +186,28 @@ def _qdrant(args: argparse.Namespace, x: Any, q: Any) -> Iterator[tuple[str, Cal
     import qdrant_edge as edge
 
     distance = edge.Distance.Euclid if args.metric == "l2" else edge.Distance.Dot
-    with tempfile.TemporaryDirectory() as folder:
-        config = edge.EdgeConfig(vectors=edge.EdgeVectorParams(size=x.shape[1], distance=distance))
-        shard = edge.EdgeShard.create(folder, config)
-        for at in range(0, len(x), 1000):
-            points = [edge.Point(at + i, vector.tolist(), {}) for i, vector in enumerate(x[at : at + 1000])]
-            shard.update(edge.UpdateOperation.upsert_points(points))
-        requests = edge.SearchParams(exact=True)
+    folder = tempfile.TemporaryDirectory()
+    config = edge.EdgeConfig(vectors=edge.EdgeVectorParams(size=x.shape[1], distance=distance))
+    shard = edge.EdgeShard.create(folder.name, config)
+    for at in range(0, len(x), 1000):
+        points = [edge.Point(at + i, vector.tolist(), {}) for i, vector in enumerate(x[at : at + 1000])]
+        shard.update(edge.UpdateOperation.upsert_points(points))
+    requests = edge.SearchParams(exact=True)
 
-        def made(mask: Any) -> Call | None:
-            if mask is not None:
-                return None  # its filters are of payloads, which this does not write
+    def made(mask: Any, folder: Any = folder) -> Call | None:  # the folder is there as long as its search
+        if mask is not None:
+            return None  # its filters are of payloads, which this does not write
 
-            def call() -> Any:
-                found = [
-                    shard.query(edge.QueryRequest(query=edge.Query.Nearest(v.tolist()), limit=K, params=requests))
-                    for v in q
-                ]
-                return np.array([[hit.id for hit in hits] for hits in found])
+        def call() -> Any:
+            found = [
+                shard.query(edge.QueryRequest(query=edge.Query.Nearest(v.tolist()), limit=K, params=requests))
+                for v in q
+            ]
+            return np.array([[hit.id for hit in hits] for hits in found])
 
-            return call
+        return call
 
-        yield "qdrant edge, exact", made
+    yield "qdrant edge, exact", made
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -211,32 +217,32 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     masks = [
         None if share == 1 else torch.rand(len(x), generator=generator, device=x.device) < share for share in SHARES
     ]
-    truths = [exact(q, x, K, args.metric, mask).ids for mask in masks]
-    for engine, made in engines(args, x, q):
-        for share, mask, truth in zip(SHARES, masks, truths, strict=True):
-            call = made(mask)
-            if call is None:
-                continue
-            found = recall(call(), truth) if "alone" not in engine else None
-            ms = _least(call, args)
+    searches = list(engines(args, x, q))
+    for share, mask in zip(SHARES, masks, strict=True):
+        truth = exact(q, x, K, args.metric, mask).ids
+        calls = {engine: call for engine, made in searches if (call := made(mask)) is not None}
+        found = {engine: recall(call(), truth) for engine, call in calls.items() if "alone" not in engine}
+        for engine, ms in _least(calls, args).items():
             yield {
                 "engine": engine, "device": args.device, "rows": len(x), "dim": x.shape[1], "dtype": args.dtype,
                 "queries": len(q), "metric": args.metric, "left": share,
-                "recall": None if found is None else round(found, 4), "ms": round(ms, 4),
+                "recall": round(found[engine], 4) if engine in found else None, "ms": round(ms, 4),
                 "ms_a_query": round(ms / len(q), 5),
             }  # fmt: skip
 
 
-def _least(call: Call, args: argparse.Namespace) -> float:
-    times = []
+def _least(calls: dict[str, Call], args: argparse.Namespace) -> dict[str, float]:
+    """Return the least milliseconds of each call, which take turns."""
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    least = dict.fromkeys(calls, float("inf"))
     for _ in range(args.repeats):
-        clock = time.process_time if args.device == "cpu" else time.perf_counter
-        began = clock()
-        call()
-        if args.device != "cpu":
-            torch.cuda.synchronize()
-        times.append(clock() - began)
-    return 1e3 * min(times)
+        for engine, call in calls.items():
+            began = clock()
+            call()
+            if args.device != "cpu":
+                torch.cuda.synchronize()
+            least[engine] = min(least[engine], 1e3 * (clock() - began))
+    return least
 
 
 _COLORS = ("#1b6ef3", "#0a8f5b", "#b4441f", "#8a4fd3", "#7a7a7a", "#c28a00", "#c2185b")
@@ -277,7 +283,7 @@ def plotted(records: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the engines that the arguments name, by default all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("rows", 100_000), ("dim", 128), ("queries", 256), ("lists", 256), ("repeats", 3)):
+    for name, value in (("rows", 100_000), ("dim", 128), ("queries", 256), ("lists", 256), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--metric", choices=("ip", "l2"), default="ip")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "int8"), default="float32")

@@ -206,6 +206,21 @@ def test_a_filter_gets_all_that_it_leaves(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_queries_and_masks_lie_in_memory_in_any_way(kind):
+    index, x = small(kind)
+    mask = np.arange(1800) % 3 == 0
+    apart, wide = np.repeat(mask[:900], 2)[::2], np.stack([mask] * 12)
+    truth = index.search(np.ascontiguousarray(x[::80]), 7, nprobe=4, mask=mask)
+    for queries in (x[::80], torch.from_numpy(x)[::80], np.asfortranarray(x[::80]), x[::80].astype(np.float16)):
+        for chosen in (mask, apart, torch.from_numpy(apart), wide[:, :900], range(0, 900, 3), np.flatnonzero(mask)):
+            hits = index.search(queries, 7, nprobe=4, mask=chosen)
+            if queries.dtype != np.float16:
+                assert np.array_equal(hits.ids, truth.ids)
+                assert np.array_equal(hits.scores, truth.scores)
+            assert (np.asarray(hits.ids) % 3 == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_removed_best_answer_is_gone(kind):
     index, x = small(kind)
     best = index.search(x[0], 2, nprobe=9)

@@ -19,13 +19,13 @@ from accelerant.ops import _hopper as hopper
 from accelerant.ops._hopper import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting, recorders, refuses_triton
-from accelerant.runtime.providers.cuda_launch import PackedLaunch, PreparedLaunch
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.search.arrays import Selection
 
 KERNELS = {
     name: TritonKernel("accelerant.search.triton_kernels", f"search_{name}", widths=widths, contracts=name != "score")
     for name, widths in {
-        "norms": (6, 7), "maxima": (9, 10, 11, 12), "maxima_one": (8, 9), "choose": (6, 7),
+        "norms": (6, 7), "maxima": (9, 10, 11, 12), "maxima_one": (8, 9), "choose": (7, 8),
         "score": (10, 11, 12, 13), "best": (),
     }.items()
 }  # fmt: skip
@@ -50,6 +50,9 @@ _UNIT = 2.0**-24
 
 _FEW = 4096, 16
 """Maxima that `search_choose` compares at once, and its warps, for few queries."""
+
+_SMALL = 1 << 17
+"""Rows up to which blocks have 8 of them: those that are chosen are scored in less time, and there are few."""
 
 _Shape = tuple[Any, ...]
 """Dtype and dimensions of an array."""
@@ -98,7 +101,7 @@ class Piece:
     x: Tensor
     at: Tensor | None
     seen: Tensor | None
-    known: Tensor | None
+    known: Known | None
     names: Tensor | int
 
 
@@ -113,6 +116,19 @@ class Found:
     tied: bool
 
 
+class Known(NamedTuple):
+    """Norms of rows, and the two numbers that the kernels find otherwise: bits of squares, as in their `state`."""
+
+    norms: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(cls, norms: Tensor) -> Known:
+        """Return what the kernels need to know of rows with these norms."""
+        square = norms.amax().square() if len(norms) else norms.new_zeros(())
+        return cls(norms, torch.stack([square, square * 2.0**-16]).view(torch.int32))
+
+
 class Answers(NamedTuple):
     """Results of the kernels, right if the state says so; `room` is the number of near rows of a query that fit."""
 
@@ -123,15 +139,13 @@ class Answers(NamedTuple):
     state: Tensor
 
 
-def top(
-    q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Tensor | None = None
-) -> list[Found] | None:
+def top(q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Known | None = None) -> list[Found] | None:
     """Return the k best of tiles of queries in chunks of rows, or None where only other ways find or refuse them.
 
-    x may lie in the host's memory; `known` are norms of its rows, on the device. None is returned where norms are not
+    x may lie in the host's memory, `known` on the device. None is returned where norms are not
     finite or squares beyond float32, and where too many rows are as near as the k-th.
     """
-    capacity = max(32, 4 * next_power_of_2(k))
+    capacity = _capacity(k)
     for _ in range(2):
         step = max(_ELEMENTS // max(len(x) // 24, 4 * capacity), 1)
         tiles = [slice(at, at + step) for at in range(0, len(q), step)]
@@ -141,41 +155,65 @@ def top(
             for tile in tiles
         ]
         states = [answers.state.cpu().numpy() for *_, answers in launched]  # the only wait
-        most = 0
-        for (*_, answers), state in zip(launched, states, strict=True):
-            blocks, near = state[:-2].reshape(2, -1)
-            if blocks.min() < 0:
-                return None
-            found = int((near & (_TIED - 1)).max())
-            if blocks.max() > capacity or found > answers.room:
-                most = max(most, int(blocks.max()), found)
-        if not most:
-            return [_found(*each, k, state) for each, state in zip(launched, states, strict=True)]
+        found = [_found(*each, k, capacity, state) for each, state in zip(launched, states, strict=True)]
+        if -1 in (few := [each for each in found if isinstance(each, int)]):
+            return None
+        if not few:
+            return [each for each in found if isinstance(each, Found)]
+        most = max(few)
         capacity = next_power_of_2(most)
         if most > _LARGEST_CAPACITY:
             break
     return None
 
 
-def _found(first: int, names: Tensor | int, answers: Answers, k: int, state: np.ndarray[Any, Any]) -> Found:
-    _, scores, rows, counts, _ = answers
+def _capacity(k: int) -> int:
+    return max(32, 4 * next_power_of_2(k))
+
+
+def plan_of(q: Any, x: Any, k: Any, metric: Any) -> Plan | None:
+    """Return the launches of a search of all rows that `top` made before, of arrays of any kind; None without."""
+    if type(k) is not int or type(metric) is not str:
+        return None
+    for each in (q, x):
+        if not isinstance(each, Tensor) or not each.is_cuda or each.dim() != 2 or each.layout is not torch.strided:
+            return None
+    return _plans.get(_key(q, x, None, None, None, k, metric, _capacity(k), 0))
+
+
+def again(plan: Plan, q: Tensor, x: Tensor, k: int) -> Found | None:
+    """Return the answers by launches that are known, None where they do not find them."""
+    answers = _replayed(plan, q, (q, x, None, None, None, None))
+    found = None if answers is None else _found(0, 0, answers, k, _capacity(k), answers.state.cpu().numpy())
+    return found if isinstance(found, Found) else None
+
+
+def _found(
+    first: int, names: Tensor | int, answers: Answers, k: int, capacity: int, state: np.ndarray[Any, Any]
+) -> Found | int:
+    """Return answers, or the capacity that they need, or -1 where others have to find them."""
+    room, scores, rows, counts, _ = answers
+    chosen, near = state[:-2].reshape(2, -1)
+    if chosen.min() < 0:
+        return -1
+    most, width = int(chosen.max()), int((near & (_TIED - 1)).max())
+    if most > capacity or width > room:
+        return max(most, width)
     if isinstance(names, Tensor):
         rows = names[rows.clamp(min=0)].masked_fill_(rows < 0, -1)
-    near = state[len(rows) : -2]
-    width = int((near & (_TIED - 1)).max())
     if width < k:
         scores, rows = scores[:, :width], rows[:, :width]
     return Found(first, scores, rows, counts, bool((near >= _TIED).any()))
 
 
-def _pieces(x: Tensor, chosen: Selection, known: Tensor | None, device: torch.device) -> Iterator[Piece]:
+def _pieces(x: Tensor, chosen: Selection, known: Known | None, device: torch.device) -> Iterator[Piece]:
     """Yield the chosen rows: all at once if x is on the device, or else copied in chunks."""
     rows, seen = chosen.rows, chosen.each
     first = 0
     if isinstance(rows, range):
         first, span = rows.start, slice(rows.start, max(rows.stop, rows.start))
         x, rows = x[span], None
-        known = None if known is None else known[span]
+        known = None if known is None else known._replace(norms=known.norms[span])
         seen = None if seen is None else seen[:, span]
     count = len(x) if rows is None else len(rows)
     if x.device == device and count:
@@ -191,18 +229,22 @@ def _pieces(x: Tensor, chosen: Selection, known: Tensor | None, device: torch.de
             names = some.to(device)
         part = None if seen is None else seen[:, some.to(seen.device) if isinstance(some, Tensor) else some]
         part = None if part is None else part.to(device).contiguous()
-        norms = None if known is None else known[names if isinstance(names, Tensor) else some]
-        yield Piece(x[some].to(device), None, part, norms, names)
+        own = None if known is None else known._replace(norms=known.norms[names if isinstance(names, Tensor) else some])
+        yield Piece(x[some].to(device), None, part, own, names)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Launches of searches that differ in memory alone: each pointer as the number of an array and an offset."""
+    """Launches of searches that differ in memory alone: each pointer as the number of an array and an offset.
+
+    `fixed`: the addresses, if some of the launches have them within their arguments.
+    """
 
     work_bytes: int
     out: tuple[_Shape, ...]
     room: int
-    launches: list[tuple[PreparedLaunch, list[tuple[int, int]]]]
+    launches: list[tuple[Any, list[tuple[int, int]]]]
+    fixed: list[int] | None
 
 
 _plans: hopper.LaunchCache[Plan] = hopper.LaunchCache(256)
@@ -227,19 +269,12 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
     x, at, device = piece.x, piece.at, q.device
     seen = None if piece.seen is None else piece.seen[tile] if len(piece.seen) > 1 else piece.seen
     first = 0 if isinstance(piece.names, Tensor) else piece.names
-    addresses = [0 if each is None else each.data_ptr() for each in (q, x, at, seen)]
-    key = (
-        *q.shape, q.dtype, q.stride(0), *x.shape, x.dtype, x.stride(0), None if at is None else len(at), _step(seen),
-        seen is None, piece.known is None, k, metric, capacity, first, device.index, *(each & 15 for each in addresses),
-    )  # fmt: skip
+    known, bound = (None, None) if piece.known is None else piece.known
+    key = _key(q, x, at, seen, known, k, metric, capacity, first)
     plan = _plans.get(key)
-    if plan is not None:
-        work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=device)
-        out = torch.zeros(_size_bytes(plan.out), dtype=torch.uint8, device=device)
-        bases = (*addresses, work.data_ptr(), out.data_ptr())
-        for launch, places in plan.launches:
-            launch.start([bases[base] + offset for base, offset in places])
-        return Answers(plan.room, *_cut(out, plan.out))
+    replayed = None if plan is None else _replayed(plan, q, (q, x, at, seen, known, bound))
+    if replayed is not None:
+        return replayed
 
     (Q, D), N = q.shape, len(x) if at is None else len(at)
     kind = kind_of(q.dtype, x.dtype)
@@ -248,12 +283,13 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
     rounded = kind == "bfloat16" and not one
     factor = q.bfloat16() if rounded and not interpreting() else q
     on_hopper = at is None and seen is None and _suits_hopper(factor, x)
-    sets, height = (1, _ROWS) if one else (_SETS, _HOPPER_WIDTH // _SETS if on_hopper else _ROWS)
+    sets = 1 if one else 4 * _SETS if N <= _SMALL and not on_hopper else _SETS
+    height = _ROWS if one else (_HOPPER_WIDTH if on_hopper else 8 * _ROWS) // sets
     blocks = ceil_div(N, sets * height) * sets
     room = N if blocks <= k else min(N, capacity)
     shapes: list[_Shape] = [
         (torch.float32, Q, blocks), (torch.int64, Q, room), (torch.int32, Q, capacity), (torch.float32, Q),
-        (torch.float32, 0 if metric == "ip" or piece.known is not None or one else len(x)),
+        (torch.float32, 0 if metric == "ip" or known is not None or one else len(x)),
     ]  # fmt: skip
     of_out = ((torch.float32, Q, k), (torch.int64, Q, k), (torch.int64, Q), (torch.int32, 2 * Q + 2))
     work = torch.empty(_size_bytes(shapes), dtype=torch.uint8, device=device)
@@ -265,21 +301,23 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
     recorded = recorders[thread] = []
     try:
         if on_hopper:
-            _maxima_hopper(factor, x, piece.known, norms, maxima, largest, metric)
+            _maxima_hopper(factor, x, known, norms, maxima, largest, metric)
         else:
-            _maxima(factor, piece, norms, seen, maxima, largest, metric, N, one=one, words=words)
+            _maxima(factor, piece, norms, seen, maxima, largest, metric, N, one=one, words=words, sets=sets)
         tiny = (D * 1e-38) ** 0.5  # squares below float32's range
         whole = kind == "int8" and metric == "ip"
         share = 4 * _UNIT if whole else (D + 16) * 8 * _UNIT  # tensor cores truncate sums
         width, warps = _FEW if Q <= 64 else (1024, 4)
         KERNELS["choose"].launch(
-            (Q,), (q, maxima, state, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, share, tiny,
-            128.0 * D**0.5 if whole else tiny), {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
+            (Q,), (q, maxima, state, largest if bound is None else bound, cut, chosen, Q, D, q.stride(0), blocks, k,
+            capacity, share, tiny, 128.0 * D**0.5 if whole else tiny),
+            {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
         )  # fmt: skip
         parts = 16 if Q > 8 else capacity
         KERNELS["score"].launch(
             (Q * parts,), (q, x, at, seen, state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0), _step(seen),
-            capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": _ROWS, "PARTS": parts},
+            capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": next_power_of_2(height),
+            "PARTS": parts},
         )  # fmt: skip
         KERNELS["best"].launch(
             (Q * ceil_div(max(room, k), 64),), (keys, state, *answers[1:4], Q, room, k, first),
@@ -287,11 +325,39 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
         )  # fmt: skip
     finally:
         del recorders[thread]
-    if recorded and not on_hopper and not rounded and piece.known is None:  # by own kernels alone, on these arrays
-        owners = (q, x, at, seen, work, out)
-        _plans.keep(key, Plan(len(work), of_out, room, [(kernel, [_place(each, owners) for each in used])
-                                                         for kernel, used in recorded]))  # fmt: skip
+    if recorded and not rounded:  # by own kernels alone, on these arrays
+        owners = (q, x, at, seen, known, bound, work, out)
+        launches = [(kernel, [_place(each, owners) for each in used]) for kernel, used in recorded]
+        fixed = [0 if each is None else each.data_ptr() for each in owners] if on_hopper else None
+        _plans.keep(key, Plan(len(work), of_out, room, launches, fixed))
     return answers
+
+
+def _key(
+    q: Tensor, x: Tensor, at: Tensor | None, seen: Tensor | None, known: Tensor | None, k: int, metric: str,
+    capacity: int, first: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return what the launches of a search depend on beside addresses, of which the alignment counts."""
+    return (
+        q.shape, q.dtype, q.stride(), x.shape, x.dtype, x.stride(), None if at is None else at.shape, _step(seen),
+        q.device, x.device, k, metric, capacity, first,
+        *(None if each is None else each.data_ptr() & 15 for each in (q, x, at, seen, known)),
+    )  # fmt: skip
+
+
+def _replayed(plan: Plan, q: Tensor, arrays: Sequence[Tensor | None]) -> Answers | None:
+    """Launch what is known; None if the launches are of other addresses."""
+    work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=q.device)
+    out = torch.zeros(_size_bytes(plan.out), dtype=torch.uint8, device=q.device)
+    bases = [0 if each is None else each.data_ptr() for each in (*arrays, work, out)]
+    if plan.fixed is not None and plan.fixed != bases:
+        return None
+    for launch, places in plan.launches:
+        if places:
+            launch.start([bases[base] + offset for base, offset in places])
+        else:
+            launch.start()
+    return Answers(plan.room, *_cut(out, plan.out))
 
 
 def _place(pointer: int, owners: Sequence[Tensor | None]) -> tuple[int, int]:
@@ -319,15 +385,13 @@ def _measured(
 
 def _maxima(
     q: Tensor, piece: Piece, norms: Tensor, seen: Tensor | None, maxima: Tensor, largest: Tensor, metric: str, N: int,
-    *, one: bool, words: bool,
+    *, one: bool, words: bool, sets: int,
 ) -> None:  # fmt: skip
-    """Write the largest quick score of each block of rows, and the squares of the largest norms."""
-    x, at, known, (Q, D) = piece.x, piece.at, piece.known, q.shape
+    """Write the largest quick score of each block of rows, and the squares of the largest norms if not known."""
+    x, at, (Q, D) = piece.x, piece.at, q.shape
+    known = None if piece.known is None else piece.known.norms
     whole = metric == "ip" and kind_of(q.dtype, x.dtype) == "int8"
-    if known is not None and not whole:
-        square = known.amax().square()
-        largest.copy_(torch.stack([square, square * 2.0**-16]).view(torch.int32))
-    elif metric != "ip" and not one:
+    if known is None and metric != "ip" and not one:
         _measured(x, at, norms, None, largest, metric, N)
         known = norms
     unknown = None if whole or known is not None else largest  # the product finds it
@@ -335,15 +399,16 @@ def _maxima(
         q, x = (each.view(torch.int32) for each in (q, x)) if words else (q, x)
         KERNELS["maxima_one"].launch(
             (maxima.shape[1],), (q, x, at, known, seen, maxima, unknown, N, x.shape[1], x.stride(0)),
-            {"METRIC": metric, "WORDS": words, "ROWS": _ROWS, "BLOCK_D": 64 if x.dtype in _HALVES else 128},
+            {"METRIC": metric, "WORDS": words, "ROWS": _ROWS,
+             "BLOCK_D": 64 if x.dtype in _HALVES and unknown is not None else 128},
         )  # fmt: skip
         return
     constants, warps, stages = tile_of(Q, q.dtype, x.dtype, _shared_bytes(x.device))
-    tiles = ceil_div(Q, int(constants["BLOCK_Q"])) * (maxima.shape[1] // _SETS)
+    tiles = ceil_div(Q, int(constants["BLOCK_Q"])) * (maxima.shape[1] // sets)
     KERNELS["maxima"].launch(
         (tiles,),
         (q, x, at, known, seen, maxima, unknown, Q, N, D, q.stride(0), x.stride(0), _step(seen), maxima.shape[1]),
-        {"METRIC": metric, "EVEN": D % int(constants["BLOCK_D"]) == 0, "SETS": _SETS, **constants},
+        {"METRIC": metric, "EVEN": D % int(constants["BLOCK_D"]) == 0, "SETS": sets, **constants},
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -389,9 +454,7 @@ def _maxima_hopper(
     D, N = q.shape[1], len(x)
     norms = known if known is not None or metric == "ip" else room
     if x.dtype == torch.bfloat16:
-        if known is not None:
-            largest[0].copy_(known.amax().square().view(torch.int32))
-        elif metric != "ip":
+        if known is None and metric != "ip":
             _measured(x, None, norms, None, largest, metric, N)
         _product(q, x, norms, maxima, largest if norms is None else None, metric)
         return
@@ -419,6 +482,8 @@ def _product(q: Tensor, x: Tensor, norms: Tensor | None, maxima: Tensor, largest
         packed = hopper.pack(program, HOPPER_KINDS, min(tiles[-1], multiprocessors(x.device)), args, x.get_device())
         launch = _launches.keep(key, packed)
     launch.start()
+    recorded: list[Any] = recorders.get(threading.get_ident(), [])
+    recorded.append((launch, ()))
 
 
 def _step(seen: Tensor | None) -> int:

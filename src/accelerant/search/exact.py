@@ -94,6 +94,12 @@ def exact(
         UnsupportedDtype: a dtype not listed above.
         RangeError: NaN or infinity, whose row is named; norms above 1e19, whose squares float32 does not hold.
     """
+    if mask is None and ids is None and rerank is None and (plan := blocks.plan_of(queries, data, k, metric)):
+        case = len(queries), len(data), data.shape[1], data.dtype, metric, data.nbytes
+        with _recorded(True, queries.device, *case):
+            known = blocks.again(plan, queries, data, k)
+        if known is not None:
+            return Hits(known.scores, known.rows, known.counts)
     back = as_given(queries)
     asked = tensor(queries, "queries")
     q = vectors(asked.unsqueeze(0) if asked.dim() == 1 else queries, "queries")
@@ -150,18 +156,14 @@ def _check(q: Tensor, parts: list[Tensor], metric: str) -> None:
 
 def search(
     q: Tensor, parts: list[Tensor], k: int, metric: str, chosen: Selection, ids: Tensor | None = None,
-    wide: Tensor | None = None, norms: Tensor | None = None,
+    wide: Tensor | None = None, known: blocks.Known | None = None,
 ) -> Hits:  # fmt: skip
-    """Return the answers on checked tensors, on the device of the queries; `norms` are those of one part's rows."""
+    """Return the answers on checked tensors, on the device of the queries; `known` is of one part's rows."""
     count = sum(map(len, parts))
-    case = f"{len(q)} x {count} x {q.shape[1]} {str(parts[0].dtype).removeprefix('torch.')} {metric}"
-    provider, index = provider_of(q.device), q.device.index or 0
-    size = sum(part.numel() * part.element_size() for part in parts)
     wanted = k if wide is None else _OVERSAMPLED * k
     serves = bool(len(q) and count) and blocks.serves(q.device, metric, wanted)
-    names_of = ("search_exact", "triton" if serves else "torch", provider.name, str(q.device), case)
-    record = sole_record(*names_of, size_bytes=size, operations=2 * len(q) * count * q.shape[1])
-    with RecordedLaunch(record, provider, index):
+    size = sum(part.numel() * part.element_size() for part in parts)
+    with _recorded(serves, q.device, len(q), count, q.shape[1], parts[0].dtype, metric, size):
         starts = [0, *accumulate(map(len, parts))]
 
         def one(at: int) -> Hits | tuple[Tensor, ...]:
@@ -169,7 +171,7 @@ def search(
             near = q.to(part.device) if part.device.type != "cpu" else q
             own = None if ids is None else ids[start:stop].to(near.device)
             some = chosen if len(parts) == 1 else chosen.part(start, stop)
-            found = blocks.top(near, part, wanted, metric, some, norms) if serves and len(part) else None
+            found = blocks.top(near, part, wanted, metric, some, known) if serves and len(part) else None
             if (
                 found is not None
                 and any(each.tied for each in found)
@@ -179,7 +181,7 @@ def search(
                 found = None  # which of the equal rows has the least id is not known
             if found is not None and len(parts) == len(found) == 1 and wide is None:
                 return _by_id(found[0], own, smallest=metric in ("l2", "hamming"))
-            search = Part(near, k, metric, start, own, wide, norms)
+            search = Part(near, k, metric, start, own, wide, None if known is None else known.norms)
             pairs = search.top(part, some) if found is None else search.among(part, found)
             return tuple(x.to(q.device) for x in pairs)
 
@@ -193,6 +195,16 @@ def search(
             return Hits(scores.to(q.device), names.to(q.device), counts.to(q.device))
         row, name, score = map(torch.cat, zip(*answers, strict=True))
         return dense(row, name, score, len(q), k, smallest=metric in ("l2", "hamming"))
+
+
+def _recorded(
+    serves: bool, device: torch.device, Q: int, N: int, d: int, dtype: torch.dtype, metric: str, size: int
+) -> RecordedLaunch:  # fmt: skip
+    provider = provider_of(device)
+    case = f"{Q} x {N} x {d} {str(dtype).removeprefix('torch.')} {metric}"
+    names_of = ("search_exact", "triton" if serves else "torch", provider.name, str(device), case)
+    record = sole_record(*names_of, size_bytes=size, operations=2 * Q * N * d)
+    return RecordedLaunch(record, provider, device.index or 0)
 
 
 def _by_id(found: blocks.Found, ids: Tensor | None, *, smallest: bool) -> Hits:

@@ -24,6 +24,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.host import fork_safe
 from accelerant.search.arrays import Hits, Selection, Slots, as_given, names, selection, tensor, vectors
+from accelerant.search.blocks import Known
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
 from accelerant.search.lists import LONG, ProductQuantizer, Scan, kmeans, nearest, packed, tiled
 from accelerant.search.llvm_kernels import ROWS
@@ -86,6 +87,16 @@ class State:
     def rows_of(self, at: int) -> range:
         """Return the rows of a list."""
         return range(self.starts[at], self.starts[at + 1])
+
+    @cached_property
+    def known(self) -> Known | None:
+        """The norms of the vectors."""
+        return None if self.norms is None else Known.of(self.norms)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether each row's id is its number."""
+        return bool((self.ids == torch.arange(len(self.ids), device=self.ids.device)).all())
 
     @cached_property
     def count(self) -> int:
@@ -218,8 +229,8 @@ class Index:
     def _norms(self, x: Tensor | None) -> Tensor | None:
         return None if x is None or x.dtype == torch.uint8 else torch.linalg.vector_norm(x, dim=1)
 
-    def _taken(self, x: Any, name: str) -> Tensor:
-        """Return vectors as this index keeps them, after checks."""
+    def _taken(self, x: Any, name: str, *, measures: bool = True) -> Tensor:
+        """Return vectors as this index keeps them, after checks, of norms where this measures or has to."""
         given = vectors(x, name).to(self.device)
         if (given.dtype == torch.uint8) != (self.metric == "hamming"):
             raise UnsupportedDtype(f"the metric {self.metric!r} of this index is not for {given.dtype}")
@@ -228,6 +239,8 @@ class Index:
             raise ShapeError(f"{name} must be (rows, {width}), got {tuple(given.shape)}")
         if self.metric == "hamming":
             return given
+        if not measures and self.metric != "cosine":
+            return given.float().contiguous()
         wide = given.double() if self.metric == "cosine" else given.float()
         norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
         if len(norms) and not float(norms.max()) < 1e19:
@@ -389,7 +402,7 @@ class Index:
         else:
             asked = tensor(queries, "queries")
             single = asked.dim() == 1
-            q = self._taken(asked.unsqueeze(0) if single else queries, "queries")
+            q = self._taken(asked.unsqueeze(0) if single else queries, "queries", measures=False)
             hits = self._found(state, q.numpy() if self._scans else q, k, nprobe, mask)
         back = as_given(queries)
         scores, ids, counts = ((x[0, ...] if single else x) for x in (*hits, hits.counts))
@@ -446,7 +459,8 @@ class Index:
                 given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
                 return self._scanned(state, state.flat, q, k, k, 0, chosen if given is None else None, given)
             chosen = _selected(state, chosen)
-        return search(tensor(q, "hits"), [state.vectors], k, self._metric, chosen, state.ids, None, state.norms)
+        ids = None if state.in_order else state.ids
+        return search(tensor(q, "hits"), [state.vectors], k, self._metric, chosen, ids, None, state.known)
 
     def _listed(self, state: State, q: Any, k: int, nprobe: int, chosen: Chosen) -> Hits:
         """Return what the nearest lists of each query have."""

@@ -216,8 +216,8 @@ def search_maxima_one(
 
 @triton.jit
 def search_choose(
-    q_ptr, maxima_ptr, state_ptr, cut_ptr, chosen_ptr, Q, D, q_row, blocks, K, CHOSEN, share, tiny, least_norm,
-    METRIC: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
+    q_ptr, maxima_ptr, state_ptr, largest_ptr, cut_ptr, chosen_ptr, Q, D, q_row, blocks, K, CHOSEN, share, tiny,
+    least_norm, METRIC: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0)
     lanes = tl.arange(0, WIDTH)
@@ -230,7 +230,7 @@ def search_choose(
         sums += squares
         losses += lost
     norm = tl.sqrt(tl.sum(sums, 0)) + tiny
-    largest = tl.sqrt(tl.load(state_ptr + 2 * Q).to(tl.float32, bitcast=True)) * 1.001 + least_norm
+    largest = tl.sqrt(tl.load(largest_ptr).to(tl.float32, bitcast=True)) * 1.001 + least_norm
     if METRIC == "l2":
         error = share * (norm + largest) * (norm + largest)
     elif METRIC == "cosine":
@@ -238,7 +238,7 @@ def search_choose(
     else:
         error = share * norm * largest
     if ROUNDED:
-        lost_of_x = tl.sqrt(tl.load(state_ptr + 2 * Q + 1).to(tl.float32, bitcast=True)) * 1.001 + tiny
+        lost_of_x = tl.sqrt(tl.load(largest_ptr + 1).to(tl.float32, bitcast=True)) * 1.001 + tiny
         lost_of_q = tl.sqrt(tl.sum(losses, 0)) * 1.001 + tiny
         scale = 2.0 if METRIC == "l2" else 1.0
         reach = 1.0 if METRIC == "cosine" else largest
@@ -249,9 +249,9 @@ def search_choose(
     for start in range(0, blocks, WIDTH):
         maxima = tl.load(maxima_ptr + start + lanes, mask=start + lanes < blocks, other=float("-inf"))
         tops = tl.maximum(tops, maxima)
-    order = _ordered(tops).to(tl.int64)
-    low, high = tl.min(order, 0), tl.max(order, 0) + 1  # at least K are at least low
-    for _ in range(11):  # 4 bounds in between, whose counts are parts of one sum
+    order = _ordered(tops)
+    low, high = tl.min(order, 0).to(tl.int64), tl.max(order, 0).to(tl.int64) + 1  # at least K are at least low
+    for _ in range(9):  # 4 bounds in between, whose counts are parts of one sum
         step = (high - low) // 5
         above = (order >= low + step).to(tl.int64) + ((order >= low + 2 * step).to(tl.int64) << 16)
         above += ((order >= low + 3 * step).to(tl.int64) << 32) + ((order >= low + 4 * step).to(tl.int64) << 48)
