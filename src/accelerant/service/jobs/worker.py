@@ -32,7 +32,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
 from accelerant.service.errors import Cancelled, DeadlineExceeded
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.queue import ChildEnd, child_arguments
+from accelerant.service.jobs.wire import ChildEnd, child_arguments
 
 if TYPE_CHECKING:
     from accelerant.service.operations import OpSpec

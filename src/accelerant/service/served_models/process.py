@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from accelerant.service.errors import Draining, Refused, ServiceError, WorkerLost
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.queue import Child
+from accelerant.service.jobs.wire import Child
 from accelerant.service.settings import ServiceSettings
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

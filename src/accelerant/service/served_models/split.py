@@ -28,7 +28,7 @@ from accelerant.nn.serving import Engine
 from accelerant.nn.serving.scheduler import StepShape
 from accelerant.runtime.host import host_memory, usable_cores
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.queue import ChildEnd
+from accelerant.service.jobs.wire import ChildEnd
 from accelerant.service.jobs.worker import find_devices
 
 OF_ENGINE = ("max_batch_tokens", "block_size", "fast", "speculate")

@@ -29,7 +29,7 @@ from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, To
 from accelerant.nn.serving.engine import Event
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
-from accelerant.service.jobs.queue import ChildEnd, child_arguments
+from accelerant.service.jobs.wire import ChildEnd, child_arguments
 from accelerant.service.served_models.admission import FairQueue
 from accelerant.service.served_models.split import (
     OF_ENGINE,
