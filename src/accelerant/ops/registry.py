@@ -214,8 +214,10 @@ class PublicOp:
     @property
     def function(self) -> Callable[..., Any]:
         """The public function."""
-        exporting = _OWN if self.package.startswith(f"{_OWN}.") else self.package
-        function: Callable[..., Any] = getattr(importlib.import_module(exporting), self.name)
+        exporting = importlib.import_module(self.package)
+        if not hasattr(exporting, self.name):  # it is of another module of the package
+            exporting = importlib.import_module(_OWN)
+        function: Callable[..., Any] = getattr(exporting, self.name)
         return function
 
     @property
