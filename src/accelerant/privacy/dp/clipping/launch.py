@@ -64,11 +64,11 @@ def program(dtype: torch.dtype) -> HopperProgram:
 _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
-def launch_form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Form each g_i^T a_i on the current stream, and terms of their squared norms, (B, P)."""
+def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Form each g_i^T a_i on the current stream, in `out` if it is given; and terms of their squared norms, (B, P)."""
     a, g = hopper.readable(a), hopper.readable(g)
     (B, _, K), N = a.shape, g.shape[2]
-    each = torch.empty(B, N, K, dtype=a.dtype, device=a.device)
+    each = torch.empty(B, N, K, dtype=a.dtype, device=a.device) if out is None else out
     count = 4 * ceil_div(N, _TILE_M) * ceil_div(K, _TILE_N)
     partial = torch.empty(B, count, dtype=torch.float32, device=a.device)
     key = (
