@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -40,6 +42,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import accelerant
 import accelerant.ops
 from accelerant.bench import subjects
 from accelerant.ops.registry import public_op, public_ops
@@ -124,6 +127,34 @@ def test_what_a_declaration_gives():
     x = torch.randn(3, 5)
     assert torch.equal(subject.theirs(x), public_op(ADDED).function(x))
     assert set(subjects.OPS) == {*accelerant.ops.__all__, ADDED}
+
+
+def taken(run):
+    """The fewest and the most positional arguments of a function; any number of a builtin that does not say it."""
+    try:
+        parameters = inspect.signature(run).parameters.values()
+    except ValueError:
+        return 0, math.inf
+    places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(places)
+    return sum(each.default is each.empty for each in places), most
+
+
+def test_implementations_of_an_operation_take_equally_many_arguments():
+    """Those for a GPU, too, which no test on a CPU calls."""
+    package = Path(accelerant.__file__).parent
+    for path in package.rglob("*.py"):
+        if re.search(r"\bOperation\(", path.read_text(encoding="utf-8")):
+            name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+            importlib.import_module(name.removesuffix(".__init__"))
+    found = {
+        name: {each.name: taken(run) for each in operation.implementations for run in (each.run, each.bind) if run}
+        for name, operation in operations().items()
+    }
+    assert {"attention_fwd", "clip_form", "decode_linear", "gelu_fwd"} <= found.keys()
+    counts = {name: (max(low for low, _ in each.values()), min(most for _, most in each.values()))
+              for name, each in found.items()}  # fmt: skip
+    assert not {name: found[name] for name, (low, most) in counts.items() if low > most}
 
 
 # --- right results ---------------------------------------------------------------------------------------------------
