@@ -3,12 +3,13 @@
 import csv
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 import accelerant.ops
-from accelerant.bench import neural, neural_cases, subjects
+from accelerant.bench import neural, neural_cases, subjects, suites
 from accelerant.bench.neural import NeuralSuite
 from accelerant.bench.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
 from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, BenchmarkRecord, Environment, Journal, Row
@@ -556,6 +557,11 @@ def test_cases_are_compiled_ahead_in_processes(tmp_path):
     assert said[-1] == "precompiled: 2 of 2 groups of cases"
     late = precompile(cases, registry.find_device("cpu"), 1, limit_s=0.0)
     assert late == "2 of 2 groups of cases were not precompiled"
+
+
+@pytest.mark.parametrize("name", suites._PRELOADED)
+def test_what_compiling_processes_share_is_there(name):
+    assert find_spec(name)  # multiprocessing's server process passes over what it does not find
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------

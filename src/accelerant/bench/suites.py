@@ -412,7 +412,7 @@ _POLL_S = 0.5
 _START_METHODS = [name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods()]
 """Quicker first. A driver that is running does not survive a plain fork."""
 
-_PRELOADED = ["accelerant.bench.precompile", "torch._dynamo", "torch._inductor.compile_fx"]
+_PRELOADED = [__name__, "torch._dynamo", "torch._inductor.compile_fx"]
 """Imported once, in the server process that the others are forked from: 14 simultaneous imports take half a minute."""
 
 
