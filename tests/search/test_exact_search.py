@@ -430,6 +430,14 @@ def test_a_gpu_has_the_bits_of_the_cpu(metric, of_queries, of_data):
 
 
 @pytest.mark.gpu
+def test_autocast_on_a_gpu_rounds_no_bits():
+    x = torch.randint(256, (300, 96), dtype=torch.uint8)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = exact(x[:3].cuda(), x.cuda(), 50, "hamming")
+    assert torch.equal(found.scores.cpu(), exact(x[:3], x, 50, "hamming").scores)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_many_queries_on_a_gpu_have_the_bits_of_the_cpu(metric, dtype, monkeypatch):

@@ -149,6 +149,35 @@ def test_one_answer_of_codes_alone_is_found():
     assert [int(index.search(x[i], 1).ids[0]) for i in range(9)] == index.search(x[:9], 5).ids[:, 0].tolist()
 
 
+def test_each_query_of_codes_alone_has_its_own_mask():
+    index, x = small("ivfpq", rerank=0)
+    mask = np.random.default_rng(0).random((3, 900)) < 0.1
+    for allowed, k in ((mask, 5), (mask, 900), (mask & [[True], [False], [True]], 900)):
+        hits = index.search(x[:3], k, nprobe=1, mask=allowed)
+        assert hits.counts.tolist() == np.minimum(allowed.sum(1), k).tolist()
+        assert all(allowed[i, hits.ids[i, :n]].all() for i, n in enumerate(hits.counts))
+
+
+@pytest.mark.parametrize("parts", [257, 261])
+def test_parts_that_fill_up_a_shuffle_count_for_nothing(parts, monkeypatch):
+    """As sums of 16 bits are full without them."""
+    monkeypatch.setattr(lists.np, "empty", lambda shape, dtype: np.full(shape, 255, dtype))
+    x = np.where(np.random.default_rng(0).random((128, parts)) < 0.5, 1, -1).astype(np.float32)
+    x[:16] = np.linspace(1, -1, 16)[:, None]
+    index = Index(parts, kind="ivfpq", parts=parts, bits=4, rerank=0, lists=1)
+    index.train(x[np.arange(2048) % 16])
+    index.add(x)
+    assert index.search(x[:1], 1).ids.tolist() == [[0]]
+
+
+def test_views_that_negate_are_read_as_what_they_show():
+    x = torch.from_numpy(clustered(300, 8))
+    index = Index(8)
+    index.add(torch._neg_view(x))
+    for found in (index.search(torch._neg_view(x[:3]), 1), exact(torch._neg_view(x[:3]), torch._neg_view(x), 1)):
+        assert torch.equal(found.ids, exact(x[:3], x, 1).ids)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchs_default_device_and_autocast_change_nothing(kind):
     index, x = small(kind)

@@ -47,7 +47,7 @@ class Hits(tuple[Any, Any]):
 def tensor(x: Any, name: str) -> Tensor:
     """Return an array as a tensor that shares its memory; lists of numbers become float32."""
     if isinstance(x, Tensor):
-        return x.detach()
+        return x.detach().resolve_neg()
     if isinstance(x, (list, tuple, range)):
         try:
             x = np.asarray(x)

@@ -176,7 +176,9 @@ def plan_of(q: Any, x: Any, k: Any, metric: Any) -> Plan | None:
     if type(k) is not int or type(metric) is not str:
         return None
     for each in (q, x):
-        if not isinstance(each, Tensor) or not each.is_cuda or each.dim() != 2 or each.layout is not torch.strided:
+        if not isinstance(each, Tensor) or not each.is_cuda or each.dim() != 2:
+            return None
+        if each.layout is not torch.strided or each.is_neg():
             return None
     return _plans.get(_key(q, x, None, None, None, k, metric, _capacity(k), 0))
 

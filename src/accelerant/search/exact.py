@@ -509,7 +509,8 @@ def _minus_differing(q: Tensor, x: Tensor) -> Tensor:
     """Return minus the number of differing bits of each pair, float32."""
     if q.device.type != "cpu":  # as a product of signs: exact, and by matrix units
         signs = [((y.unsqueeze(2) >> torch.arange(8, device=y.device)) & 1).flatten(1).float() * 2 - 1 for y in (q, x)]
-        return (signs[0] @ signs[1].T - signs[0].shape[1]) / 2
+        with torch.autocast(q.device.type, enabled=False):
+            return (signs[0] @ signs[1].T - signs[0].shape[1]) / 2
     short = -x.shape[1] % 8
     words = [np.pad(y.numpy(), ((0, 0), (0, short))).view(np.uint64) for y in (q, x)]
     columns = np.ascontiguousarray(words[1].T)

@@ -427,7 +427,9 @@ class Index:
         if few is True or (few is not False and few.all()):
             return self._exactly(state, q, k, chosen)
         hits = self._listed(state, q, k, nprobe, chosen)
-        if nprobe == lists or not len(q) or (few is False and min(hits.counts.tolist()) >= min(left, k)):
+        if nprobe == lists or not len(q):
+            return hits
+        if few is False and isinstance(left, int) and min(hits.counts.tolist()) >= min(left, k):
             return hits
         counts = hits.counts if isinstance(hits.counts, np.ndarray) else hits.counts.cpu().numpy()
         which = np.flatnonzero((counts < np.minimum(left, k)) | few)
@@ -557,7 +559,8 @@ def _probed(q: Tensor, state: State, nprobe: int, metric: str) -> Tensor:
     if q.device.type == "cpu":  # a query's lists do not depend on the batch
         scores = tiled(q, centroids, halves, metric, maxima=False)
     else:
-        scores = q @ centroids.T if halves is None else q @ centroids.T - halves
+        with torch.autocast(q.device.type, enabled=False):
+            scores = q @ centroids.T if halves is None else q @ centroids.T - halves
     return scores.topk(nprobe, dim=1).indices
 
 

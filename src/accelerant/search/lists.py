@@ -117,8 +117,8 @@ _ROOM = 64
 _LEAST_WORK = 1 << 21
 """Operations, about, that a further thread repays."""
 
-LONG = 1 << 16
-"""Elements of the longest vector whose terms the stack of a thread holds."""
+LONG = (1 << 16) - 1
+"""Elements of the longest vector whose terms the stack of a thread holds, and sums of whose parts fit 16 bits."""
 
 
 def _launched(name: tuple[str, ...], count: int, work: int, *arguments: Any) -> None:

@@ -811,6 +811,8 @@ class _ScanWriter:
             x = _fma(code, _at(code, self.real, self.numbers, i), factors, half)
             rounded = code.convert("trunc", code.convert("fptosi", x, "i32"), "i8")
             code.store(rounded.type, rounded, code.at("i8", self.table, i), align=1)
+        with code.loop(numbers, self.plan["stride"], self.lanes) as i:  # of the parts that fill up a shuffle
+            code.store(vector("i8", self.lanes), 0, code.at("i8", self.table, i), align=1)
 
 
 def _at(code: FunctionBuilder, kind: str, array: Operand, at: Operand, element: str = "float") -> Value:
