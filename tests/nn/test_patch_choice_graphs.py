@@ -72,6 +72,7 @@ def test_a_model_whose_graphs_are_gone_is_measured_again(graphed, monkeypatch):
     for step in range(choice.MOST_EAGER + STEPS + 3):
         outcome(model, batch("gpt2", seed=step))
     assert clock.sides[-3:] == [0] * 3, report
+    assert not model.__dict__[RECORD].graphs._captured  # no memory for them
     assert len(report.choices) == 1
 
 

@@ -77,6 +77,7 @@ class _Trial:
         self.early: list[_Lap] = []  # as it was while kernels were compiled: they may have taken longer for that
         self.elements = 0  # of the arguments of the last call
         self.replays, self._replayed, self._eager = 0, False, 0
+        self.reopened = False  # whether graphs decided before, which may be held still
         self._lost, self._lost_since = 0, 0  # calls without a graph since the decision, and all replays before them
         self.kept_bytes = 0  # the most that a call on our ops kept for its backward pass on a GPU
 
@@ -122,6 +123,7 @@ class _Trial:
     def reopen(self) -> None:
         """Let the next calls decide again."""
         self.ours, self.settled, self.calls, self.replays, self._lost = None, True, [0, 0], 0, 0
+        self.reopened = True
 
     def add(self, to: list[_Lap], start: Any, elements: int) -> None:
         """Add a lap that ends now, if it is needed and the clock (see now) is still the same."""
@@ -443,7 +445,7 @@ class Choice:
         on_cpu = trial.key[2].type == "cpu"
         tie = CPU_TIE if on_cpu else TIE
         ours = gain > tie if on_cpu else gain >= 1 / tie
-        if not ours and trial.replays:
+        if not ours and (trial.replays or trial.reopened):
             record.graphs.release()
         faster = max(gain, 1 / gain)
         gained = faster > TIE and ours is (gain > 1)
