@@ -140,8 +140,8 @@ def _needs_no_cache(model: Any, kwargs: dict[str, Any], prefix: str) -> bool:
         return False
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is None:
-        read = torch.compiler.is_compiling() or model.is_gradient_checkpointing
-        return kwargs.get(f"{prefix}position_ids") is None or not read
+        positions = kwargs.get(f"{prefix}position_ids")
+        return positions is None or not (torch.compiler.is_compiling() or model.is_gradient_checkpointing)
     found = (kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}inputs_embeds"), kwargs.get("labels"))
     tokens = next((x for x in found[: 3 if prefix else 2] if x is not None), None)  # labels become a decoder's tokens
     return isinstance(mask, Tensor) and isinstance(tokens, Tensor) and mask.shape[-1] == tokens.shape[1]
