@@ -170,6 +170,12 @@ def test_parts_that_fill_up_a_shuffle_count_for_nothing(parts, monkeypatch):
     assert index.search(x[:1], 1).ids.tolist() == [[0]]
 
 
+def test_sparse_vectors_are_refused():
+    for ask in (lambda x: exact(x, x), lambda x: Index(8).add(x), lambda x: Index(8).search(x)):
+        with pytest.raises(UnsupportedDtype, match="dense"):
+            ask(torch.ones(3, 8).to_sparse())
+
+
 def test_views_that_negate_are_read_as_what_they_show():
     x = torch.from_numpy(clustered(300, 8))
     index = Index(8)

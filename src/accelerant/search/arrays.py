@@ -47,6 +47,8 @@ class Hits(tuple[Any, Any]):
 def tensor(x: Any, name: str) -> Tensor:
     """Return an array as a tensor that shares its memory; lists of numbers become float32."""
     if isinstance(x, Tensor):
+        if x.layout is not torch.strided:
+            raise UnsupportedDtype(f"{name} must be dense, got {x.layout}: to_dense() makes it so")
         return x.detach().resolve_neg()
     if isinstance(x, (list, tuple, range)):
         try:
