@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 STEPS = 20
 
-SUFFIXES = {".py", ".typed", ".c", ".h", ".cu", ".cuh", ".wgsl", ".sol", ".json", ".txt", ".js", ".html", ".svg", ".css"}
+SUFFIXES = set(".py .typed .c .h .cu .cuh .wgsl .sol .json .txt .js .html .svg .css".split())
 """Kinds of files that the wheel may have besides its metadata."""
 
 
