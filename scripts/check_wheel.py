@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 STEPS = 20
 
-SUFFIXES = set(".py .typed .c .h .cu .cuh .wgsl .sol .json .txt .js .html .svg .css".split())
+KERNELS = {".c", ".h", ".cu", ".cuh", ".wgsl"}
+SUFFIXES = KERNELS | {".py", ".sol", ".typed", ".json", ".txt", ".js", ".html", ".svg", ".css"}
 """Kinds of files that the wheel may have besides its metadata."""
 
 
