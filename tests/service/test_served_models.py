@@ -408,9 +408,11 @@ def leave(served, body, after=1):
 
 @pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_disconnections_leak_no_blocks(served, count):
+    before = gauges(served, "accelerant_model_generated_tokens_total")
     for number in range(count):
         body = HELLO | {"max_tokens": 1500, "ignore_eos": True, "stream": number % 3 > 0}
         leave(served, body, after=number % 3 - 1 if number % 3 else 0)
+    eventually(lambda: gauges(served, "accelerant_model_generated_tokens_total") != before)  # the worker has reported
     eventually(lambda: gauges(served, "accelerant_model_running") == {"tiny": 0})
     eventually(lambda: gauges(served, "accelerant_model_blocks_used") == {"tiny": 0})
     assert gauges(served, "accelerant_model_queued")["tiny"] == 0
