@@ -406,7 +406,6 @@ def ints_of(words: npt.NDArray[Any]) -> list[Any]:
     return [mpz.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
 
 
-_U32 = np.dtype(np.uint32)
 _SECRET_WINDOW, _PUBLIC_WINDOW = 4, 5  # Bits of an exponent for each product: a table that is read whole is small
 
 
