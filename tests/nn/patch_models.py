@@ -6,11 +6,16 @@ import os
 import pytest
 import torch
 
+import accelerant as acl
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="patch is for models of transformers, an optional package")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 VOCABULARY = 97
+TIGHT = {"rtol": 2e-5, "atol": 2e-6}
+"""Of float32 on a CPU: sums in another order."""
+
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "bert", "vit")
 CAUSAL = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
 ROTARY = ("llama", "qwen2", "qwen3", "mistral")
@@ -127,3 +132,11 @@ def assert_same(found, wanted, **tolerance):
     assert found[2].keys() == wanted[2].keys()
     for name, gradient in wanted[2].items():
         torch.testing.assert_close(found[2][name], gradient, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def patch_and_compare(model, inputs, **options):
+    """Patch a model, whose outcome stays; return the report."""
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model, **options)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    return report

@@ -7,15 +7,23 @@ import random
 
 import pytest
 import torch
-from patch_models import CAUSAL, FAMILIES, ROTARY, VOCABULARY, assert_same, batch, make, outcome
+from patch_models import (
+    CAUSAL,
+    FAMILIES,
+    ROTARY,
+    TIGHT,
+    VOCABULARY,
+    assert_same,
+    batch,
+    make,
+    outcome,
+    patch_and_compare,
+)
 from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import sdpa_mask
 
 import accelerant as acl
 from accelerant.nn.patching import attention, blocks
-
-TIGHT = {"rtol": 2e-5, "atol": 2e-6}
-
 
 PADDING = ("left", "right", "both", "holes", "nothing else", "ones")
 
@@ -61,9 +69,7 @@ EXACT = (*CAUSAL, "gemma2", "gemma3", "phi3", "mixtral", "bert", "roberta", "mod
 def test_padding_is_exact_everywhere_on_our_kernels(family, kind, seed, ours):
     model, inputs = make(family), batch(family, 3)
     inputs["attention_mask"] = padded(kind, seed=seed)
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model, padding=("exact", "skip")[seed])
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs, padding=("exact", "skip")[seed])
     assert not report.fallbacks
 
 
@@ -71,9 +77,7 @@ def test_padding_is_exact_everywhere_on_our_kernels(family, kind, seed, ours):
 def test_padding_without_our_kernels_is_that_of_torch(family):
     model, inputs = make(family), batch(family, 3)
     inputs["attention_mask"] = padded("both")
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert report.fallbacks == {"padding, packed sequences or windows of both sides where our kernels do not run": 2}
 
 
@@ -84,9 +88,7 @@ def test_windows_that_look_both_ways(S, kind, ours):
     model, inputs = make("modernbert"), batch("modernbert", 3, S)  # 3 tokens back and ahead
     if kind is not None:
         inputs["attention_mask"] = padded(kind, S=S)
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert not report.fallbacks
 
 
@@ -96,9 +98,7 @@ def test_windows_that_look_both_ways(S, kind, ours):
 def test_packed_sequences_do_not_see_each_other(family, seed, ours):
     model, inputs = make(family), batch(family, 3) | {"use_cache": False}
     inputs["position_ids"] = packed(seed=seed) if seed else packed(1)
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert not report.fallbacks
 
 
@@ -107,9 +107,7 @@ def test_packed_batches_of_a_collator(ours):
     rows = [{"input_ids": list(range(3, 3 + length))} for length in (4, 7, 2)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     model, inputs = make("llama"), collate(rows) | {"use_cache": False}
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert not report.fallbacks
 
 
@@ -195,9 +193,7 @@ def test_windows(S, mask, ours):
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         if mask == "left":
             inputs["attention_mask"][1, :2] = 0
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert not report.fallbacks
 
 
@@ -205,9 +201,7 @@ def test_layers_with_and_without_a_window():
     settings = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     model, inputs = make("qwen2", **settings), batch("qwen2")
     assert model.config.layer_types == ["full_attention", "sliding_attention"]
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert not report.fallbacks
 
 
@@ -215,9 +209,7 @@ def test_a_mask_of_the_users_own_goes_to_torch():
     model, inputs = make("llama"), batch("llama")
     seen = torch.rand(2, 1, 13, 13) < 0.7
     inputs["attention_mask"] = seen | torch.eye(13, dtype=torch.bool)
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert sum(report.fallbacks.values()) == 2
 
 
@@ -232,9 +224,7 @@ def test_positions_of_the_users_own(family, cache):
     else:
         inputs["use_cache"] = cache
     inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7]])
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.sample(3)
@@ -244,9 +234,7 @@ def test_masks_of_another_length(family, length):
     """Transformers takes what a short one does not reach for padding, and what a long one has too much for nothing."""
     model, inputs = make(family), batch(family)
     inputs["attention_mask"] = torch.ones(2, length, dtype=torch.long)
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -256,9 +244,7 @@ def test_attention_that_was_made_bidirectional(family, where):
     for module in model.modules() if where == "modules" else [model.config]:
         if hasattr(module, "is_causal") or where == "config":
             module.is_causal = False
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 def test_dropout_of_the_weights_goes_to_torch():
@@ -288,10 +274,8 @@ def test_attention_of_another_class_beside_ours():
             return super().forward(*args, **kwargs)
 
     model.model.layers[1].self_attn.__class__ = Other
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
+    report = patch_and_compare(model, inputs)
     assert report.counts["attention"] == 1
-    assert_same(outcome(model, inputs), before, **TIGHT)
     assert not report.fallbacks
 
 
@@ -373,10 +357,8 @@ def test_a_decoder_with_cross_attention(kind, ours):
     }
     if kind is not None:
         inputs |= {"encoder_attention_mask": padded(kind, S=5), "attention_mask": padded("left")}
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
+    report = patch_and_compare(model, inputs)
     assert report.counts["attention"] == 4
-    assert_same(outcome(model, inputs), before, **TIGHT)
     assert not report.fallbacks
 
 
@@ -387,7 +369,5 @@ def test_rotary_tables_of_other_kinds(kind):
     if kind == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     model, inputs = make("llama", rope_parameters=parameters), batch("llama")
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
+    report = patch_and_compare(model, inputs)
     assert report.counts["rope"] == 2
-    assert_same(outcome(model, inputs), before, **TIGHT)

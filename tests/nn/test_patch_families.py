@@ -1,17 +1,13 @@
 """patch: families whose modules have the forms of others. Each is compared with the unpatched model."""
 
-import copy
 import functools
 
 import pytest
 import torch
-from patch_models import BY_FORM, assert_same, batch, make, outcome, transformers
+from patch_models import BY_FORM, TIGHT, assert_same, batch, make, outcome, patch_and_compare, transformers
 
 import accelerant as acl
 from accelerant.nn.patching import attention
-
-TIGHT = {"rtol": 2e-5, "atol": 2e-6}
-"""Of float32 on a CPU: sums in another order."""
 
 KINDS = {
     "gemma2": {"loss", "norm", "residual", "rope", "attention", "activation"},
@@ -87,9 +83,7 @@ def test_padding(family, side):
         mask[b, : 3 * b] = 0
     mask = mask if side == "left" else mask.flip(1)
     inputs["attention_mask"] = mask
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.slow
@@ -275,39 +269,11 @@ def test_compiles_whole(family, layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "t5", "phi3"])
-def test_a_deep_copy_is_patched_and_independent(family):
-    model, inputs = make(family), batch(family)
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert_same(outcome(other, inputs), before, **TIGHT)
-    acl.nn.unpatch(other)
-    assert_same(outcome(other, inputs), before)
-    assert any("forward" in vars(each) for each in model.modules())
-
-
-@pytest.mark.slow
-def test_a_loss_of_the_users_own_is_called():
-    model, inputs = make("gemma2"), batch("gemma2")
-    acl.nn.patch(model)
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum() * 0 + 42
-    assert model(**inputs).loss == 42
-    acl.nn.unpatch(model)
-    assert model(**inputs).loss == 42
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(5.0)}])
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "modernbert"])
 def test_losses_take_what_transformers_passes(family, options):
     model, inputs = make(family), batch(family) | options
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.slow
@@ -323,9 +289,7 @@ def test_a_models_forward_that_another_library_wrapped_is_called(family, monkeyp
         return output
 
     monkeypatch.setattr(type(model), "forward", doubled)
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.slow
@@ -339,9 +303,7 @@ def test_norm_weights_of_another_shape(family, shape):
         model.model.layers[1].post_attention_layernorm,
     ):
         norm.weight = torch.nn.Parameter(torch.randn(shape))
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.slow
@@ -351,9 +313,7 @@ def test_flat_labels(family):
     model, inputs = make(family), batch(family)
     name = "shift_labels" if family == "gemma2" else "labels"
     inputs[name] = torch.randint(3, 97, (26,), generator=torch.Generator().manual_seed(2))
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.slow
@@ -369,10 +329,8 @@ def test_tables_whose_halves_differ_are_left_to_the_model():
             return cos[..., :half].repeat_interleave(2, -1), sin[..., :half].repeat_interleave(2, -1)
 
     model.model.rotary_emb.__class__ = Interleaved
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
+    report = patch_and_compare(model, inputs)
     assert "rope" not in report.counts
-    assert_same(outcome(model, inputs), before, **TIGHT)
 
 
 @pytest.mark.slow
@@ -391,7 +349,5 @@ def test_a_mask_that_was_written_to_is_read():
 
     for layer in model.model.layers:
         layer.register_forward_pre_hook(hide, with_kwargs=True)
-    before = outcome(model, inputs)
-    report = acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    report = patch_and_compare(model, inputs)
     assert sum(report.fallbacks.values()) == 2

@@ -6,14 +6,12 @@ import sys
 
 import pytest
 import torch
-from patch_models import CAUSAL, FAMILIES, assert_same, batch, make, outcome
+from patch_models import CAUSAL, FAMILIES, TIGHT, assert_same, batch, make, outcome, patch_and_compare
 from torch import nn
 
 import accelerant as acl
 from accelerant.nn.patching import blocks
 from accelerant.nn.patching.record import has_hooks
-
-TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 
 
 @pytest.fixture
@@ -40,9 +38,7 @@ def blocks_of(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_is_fused(family, fused):
     model, inputs = make(family), batch(family)
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
     assert len(fused) == 2
 
 
@@ -76,9 +72,7 @@ def test_a_step_under_autocast_is_fused(family, weights, fused):
 
 def test_biases_everywhere(fused):
     model, inputs = make("llama", attention_bias=True, mlp_bias=True), batch("llama")
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
     assert len(fused) == 2
 
 
@@ -91,9 +85,7 @@ def test_biases_everywhere(fused):
 ])  # fmt: skip
 def test_other_activations_scales_and_biases(family, settings, fused):
     model, inputs = make(family, **settings), batch(family)
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
     assert len(fused) == 2
 
 
@@ -110,9 +102,7 @@ def test_frozen_weights_get_no_gradient(family, which, fused):
         else:
             last = (".0.mlp.c_proj", ".0.mlp.down_proj", ".0.mlp.fc2", ".0.output.dense")
             parameter.requires_grad_(any(part in name for part in last))
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
     assert fused
 
 
@@ -184,9 +174,7 @@ def test_options_of_attention_that_a_call_gives_are_obeyed(family, option):
     S = 17 if family == "vit" else 13
     more = {"is_causal": option == "causal"} if option != "position_bias" else {option: torch.randn(1, 1, S, S)}
     model, inputs = make(family), batch(family) | more
-    before = outcome(model, inputs)
-    acl.nn.patch(model)
-    assert_same(outcome(model, inputs), before, **TIGHT)
+    patch_and_compare(model, inputs)
 
 
 @pytest.mark.parametrize(("family", "name", "part"), [

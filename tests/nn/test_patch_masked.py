@@ -5,12 +5,10 @@ import copy
 import pytest
 import torch
 import transformers
-from patch_models import VOCABULARY, assert_same, batch, make, outcome
+from patch_models import TIGHT, VOCABULARY, assert_same, batch, make, outcome
 from torch import nn
 
 import accelerant as acl
-
-TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 
 
 @pytest.fixture
