@@ -90,7 +90,7 @@ async def test_a_worker_ends_when_another_server_has_its_job(running):
 
 
 def files(service):
-    folders = os.walk(Path(service.settings.directory, "jobs"))  # skips a folder that is removed meanwhile; rglob raises
+    folders = os.walk(Path(service.settings.directory, "jobs"))  # skips a folder removed meanwhile; rglob raises
     return {name for _, _, names in folders for name in names}
 
 
