@@ -10,6 +10,7 @@ from loops import classify, mlp, parameters, points, private
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy import dp
+from accelerant.privacy.dp.noise import SecureSource
 from accelerant.privacy.dp.noise.mechanisms import NoisySum
 
 
@@ -113,6 +114,8 @@ def test_events_and_the_budget():
     ({"noise_multiplier": -1.0}, "noise_multiplier must be .*-1"),
     ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
     ({"max_grad_norm": {}}, "names no tensor"),
+    ({"max_grad_norm": 1e-170}, "max_grad_norm must be 1e-100 to 1e\\+100, .*got 1e-170"),  # the square is 0
+    ({"max_grad_norm": {"a": 1.0, "b": 1e200}}, "max_grad_norm must be 1e-100 to 1e\\+100, .*'b': 1e\\+200"),
     ({"expected_batch_size": float("nan")}, "expected_batch_size must be .*nan"),
     ({"sampling": "sometimes"}, "sampling must be .*'sometimes'"),
     ({"sampling": "poisson"}, "sample_rate goes with"),
@@ -122,6 +125,22 @@ def test_events_and_the_budget():
 def test_arguments_are_checked(changes, message):
     with pytest.raises(ConfigError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize("bound", [1e-100, 1e100])
+def test_the_least_and_the_largest_norm_are_clipped_to(bound):
+    privatizer = make(max_grad_norm=bound)
+    found = privatizer(torch.full((4, 1), 1e3 * bound, dtype=torch.float64))
+    assert (float(found), privatizer.clipped) == (pytest.approx(bound, rel=1e-12), 1.0)
+
+
+def test_noise_that_rounds_to_none_is_refused():
+    """Else the ledger would count a release of the bare sum as one with noise."""
+    with pytest.raises(ConfigError, match="noise of 1e-05 times the sensitivity 5e-324 leaves"):
+        NoisySum(SecureSource(), 1e-5, 1).plan(5e-324)
+    for bound in (1e-60, 1e60):
+        with pytest.raises(ConfigError, match=r"from 2\^-120 to 2\^120"):
+            make(noise_multiplier=1.0, max_grad_norm=bound, insecure=True)(torch.ones(1, 4, dtype=torch.float64))
 
 
 def test_tensors_are_checked():

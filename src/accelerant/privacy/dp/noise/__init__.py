@@ -286,13 +286,9 @@ _LOW = 0xFFFFFFFF
 
 
 class NoiseSource(ABC):
-    """Adds noise to tensors in place.
+    """Adds noise to tensors in place."""
 
-    Attributes:
-        secure: whether a privacy proof holds for the noise, drawn on a grid from a cryptographic generator.
-    """
-
-    secure: bool
+    secure: bool  # whether a privacy proof holds for the noise, drawn on a grid from a cryptographic generator
     name: str
 
     @abstractmethod
@@ -436,6 +432,8 @@ class FastSource(NoiseSource):
     def _add(self, tensors: Sequence[Tensor], width: float, scale: float, *, laplace: bool) -> None:
         if not math.isfinite(width) or width < 0:
             raise ConfigError(f"the noise's width must be at least 0 and finite, got {width!r}")
+        if width and not 2.0**-120 <= width <= 2.0**120:  # the noise is float32's: others would be 0, or infinite
+            raise ConfigError(f"the noise's width must be 0, or from 2^-120 to 2^120, got {width!r}")
         _check(tensors, scale)
         for (device, dtype, _), members in _by_kind(tensors).items():
             if dtype == torch.float32 or (device.type == "cuda" and dtype != torch.float64):

@@ -328,21 +328,15 @@ _MOST_STEPS = 2.0**24
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The cost of a release beyond the noise itself.
+    """The cost of a release beyond the noise itself (docs/privacy-guarantee.md), in the units of the released values.
 
-    Attributes:
-        delta: added to delta by each release, for a total epsilon up to EPSILON_LIMIT.
-        sensitivity: added to the sensitivity by rounding, in the units of the released values.
-        std: deviation of the continuous noise that is at most as private (docs/privacy-guarantee.md), in the same
-            units. For Laplace noise the scale itself, whose discrete form is exactly as private.
-        distance: total variation from the noise of deviation std. delta is at most (1 + exp(EPSILON_LIMIT)) distance;
-            an accountant that knows its epsilon charges (1 + e^epsilon) distance instead.
+    An accountant that knows its epsilon charges (1 + e^epsilon) distance, which delta bounds up to EPSILON_LIMIT.
     """
 
-    delta: float
-    sensitivity: float
-    std: float
-    distance: float
+    delta: float  # added to delta by each release, for a total epsilon up to EPSILON_LIMIT
+    sensitivity: float  # added to the sensitivity by rounding
+    std: float  # of the continuous noise that is at most as private; of Laplace noise the scale, exactly as private
+    distance: float  # total variation from the noise of deviation std
 
 
 def choose_grid(std: float, *, sensitivity: float, dimensions: int) -> float:
@@ -416,9 +410,7 @@ def _check(name: str, value: float, least: float | None = None) -> None:
         raise ConfigError(f"{name} must be {'above' if least is None else 'at least'} 0 and finite, got {value!r}")
 
 
-# --- kernels of the CPU -----------------------------------------------------------------------------------------------
-
-# --- Philox ----------------------------------------------------------------------------------------------------------
+# --- kernels of the CPU: Philox ---------------------------------------------------------------------------------------
 
 
 _LOGARITHM = (

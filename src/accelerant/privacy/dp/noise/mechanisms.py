@@ -120,6 +120,10 @@ class NoisySum:
         key = (sensitivity, multiplier)
         if key not in self._plans:
             plan = NoiseParameters(multiplier * sensitivity, 0.0, 0.0)
+            if multiplier and not 0 < plan.scale < math.inf:
+                raise ConfigError(
+                    f"noise of {multiplier!r} times the sensitivity {sensitivity!r} leaves float64's range"
+                )
             if plan.scale and self.source.secure and self.dimensions:
                 grid = grid_of(self.kind, plan.scale, sensitivity, self.dimensions)
                 bound = sensitivity + charge_of(self.kind, plan.scale, grid, self.dimensions).sensitivity

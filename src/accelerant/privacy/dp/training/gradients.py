@@ -41,6 +41,7 @@ Gradients = Tensor | NDArray[Any] | Mapping[str, Tensor | NDArray[Any]] | Sequen
 
 _CHUNK_NUMBERS = 1 << 22  # held in float64 at once
 _ROUNDED_UP = 1.0 + 2.0**-40  # bound on the growth of a clipped norm in float64 by a few roundings
+_LEAST_NORM = 1e-100
 _USUAL_NUMBERS = 1 << 20  # numbers of a release for which the noise is found at first
 
 
@@ -101,6 +102,11 @@ class Privatizer:
         self._norms = {name: check_number(f"max_grad_norm {name}".strip(), norm) for name, norm in norms.items()}
         if not self._norms:
             raise ConfigError("max_grad_norm names no tensor")
+        if not all(_LEAST_NORM <= norm <= 1 / _LEAST_NORM for norm in self._norms.values()):
+            raise ConfigError(
+                f"max_grad_norm must be {_LEAST_NORM:g} to {1 / _LEAST_NORM:g}, whose squares float64 holds, got "
+                f"{max_grad_norm!r}: multiply gradients and max_grad_norm by a constant"
+            )
         self._expected = check_number("expected_batch_size", expected_batch_size)
         self._sampling: Sampling = sampling or ("poisson" if planned else "unknown")
         if self._sampling not in ("poisson", "none", "shuffled", "unknown"):
@@ -139,7 +145,7 @@ class Privatizer:
     @property
     def sensitivity(self) -> float:
         """The most that one example adds to the sum, in L2 norm."""
-        return math.sqrt(sum(norm**2 for norm in self._norms.values()))
+        return math.hypot(*self._norms.values())
 
     def __call__(self, gradients: Gradients) -> Any:
         """Return the private mean of a batch, as `step` does."""
