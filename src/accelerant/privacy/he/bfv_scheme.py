@@ -6,8 +6,7 @@ A ciphertext is (batch, 2, k, n) words: polynomials c0 and c1 mod k data primes,
 
 Keys are in the transformed domain of algebra.ntt.rns. Everything is exact modulo Q but for roundings:
 
-    product         the polynomials of both factors are extended from Q to Q B, B > 4 t n Q, and multiplied there as
-    integers;
+    product         the polynomials of both factors are extended from Q to Q B, B > 4 t n Q, and multiplied there;
                     t x / Q is rounded in B, as (t x - [t x]_Q) / Q, and converted back to Q, exactly by the size of B
     key switching   one digit for each data prime, under a key mod P Q; the sum divided by P and rounded
 

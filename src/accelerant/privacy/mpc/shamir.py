@@ -26,7 +26,6 @@ Tampering: with exactly `threshold` plain shares a changed share gives another s
 combine checks that all are on one polynomial; verifiable shares (pedersen.py) are checked one by one. Whoever splits
 and whoever combines sees the secret. Elements and bytes do not reach repr or errors. Combining is not meant to hide its
 timing. Not audited.
-hide its timing. Not audited.
 """
 
 from __future__ import annotations

@@ -106,9 +106,6 @@ class SecureStream:
     Args:
         key: 32 bytes, for tests; by default from os.urandom. Two streams of one key repeat one another.
 
-    Attributes:
-        states: keys and counters in the memory of CUDA devices, by device index (`take`).
-
     Trust: the key is in this process's memory, and in the memory of each device that draws; a reader of either knows
     the stream. Neither repr nor errors show it.
     """
@@ -142,7 +139,7 @@ class SecureStream:
     def _renew(self, key: bytes | None = None) -> None:
         self._key = key_words(os.urandom(_KEY_BYTES) if key is None else key)
         self._counter = 0
-        self.states: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {}  # keys and counters on CUDA devices, by index (`take`)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:  # of copies, too
         return SecureStream, ()

@@ -22,7 +22,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,11 +39,13 @@ class GradientContribution(ABC):
     """A part of one parameter's per-example gradients."""
 
     __slots__ = ()
+    of: ClassVar[str]  # the name of the field that holds the gradients, or one of their factors
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype of the gradients or their factors: under autocast not that of the parameter."""
+        held: Tensor = getattr(self, self.of)
+        return held.dtype
 
     @property
     def formed(self) -> bool:
@@ -111,13 +113,10 @@ class Rows(GradientContribution):
     If `consumed`, nothing reads g after the sum, so that dropped examples may be cleared in place.
     """
 
+    of: ClassVar = "a"
     a: Tensor
     g: Tensor
     consumed: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.a.dtype
 
     def bound(self) -> Tensor:
         return launch.bounded([self.terms()])[:, 0]
@@ -181,13 +180,10 @@ class Dense(GradientContribution):
     Terms of their squared norms, (B, n), if `known`, are yet to be multiplied by the square of `factor`.
     """
 
+    of: ClassVar = "each"
     each: Tensor
     known: Tensor | None = None
     factor: Tensor | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.each.dtype
 
     @property
     def formed(self) -> bool:
@@ -226,14 +222,11 @@ class Lookup(GradientContribution):
     If `distinct`, no token repeats within an example, except with rows of 0: then g is the gradient itself.
     """
 
+    of: ClassVar = "g"
     tokens: Tensor
     g: Tensor
     V: int
     distinct: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.g.dtype
 
     @property
     def formed(self) -> bool:  # then gradients of equal tokens are added
@@ -359,13 +352,6 @@ class ClippingSettings:
         self.group_of = {parameter: group for group in self.groups for parameter in group.parameters}
 
 
-class ClippedGroup(NamedTuple):
-    """Norms of a group's per-example gradients, and the factors that clipped them; (B,) each."""
-
-    norms: Tensor
-    factors: Tensor
-
-
 @dataclass(slots=True)
 class _PendingGradient:
     """A parameter's contributions, how many have arrived, and the terms of their squared norm once they are known."""
@@ -378,15 +364,16 @@ class _PendingGradient:
 class BackwardPass:
     """Collects contributions; computes norms and adds the weighted sums to the gradients when all are there.
 
-    `formed`: whether every norm was taken of the very gradients that were summed. `nonfinite`: how many examples
-    were left out for a norm that is not finite; set by `finish`.
+    `clipped`: by group, norms of per-example gradients and the factors that clipped them, (B,) each. `formed`: whether
+    every norm was taken of the very gradients that were summed. `nonfinite`: how many examples were left out for a norm
+    that is not finite; set by `finish`.
     """
 
     def __init__(
         self, task: int, plan: ClippingSettings, expected: Mapping[int, int], mask: Tensor | None, scale: float | Tensor
     ) -> None:
         self.task = task
-        self.clipped: dict[str, ClippedGroup] = {}
+        self.clipped: dict[str, tuple[Tensor, Tensor]] = {}
         self.formed = True
         self.nonfinite: Tensor | None = None
         self._examples: int | None = None
@@ -474,7 +461,7 @@ class BackwardPass:
         above = (total + lost).sqrt() * scale * (1.0 + margin(dtype, norms.device))
         factors = (group.limit.to(norms.device) / above).clamp_(max=1.0).masked_fill_(drop, 0.0).to(dtype)
         weights = factors * scale
-        self.clipped[group.name] = ClippedGroup(norms, factors)
+        self.clipped[group.name] = norms, factors
         # 0 times a number is 0: only values that are not finite need clearing; a CPU can look whether there are any.
         unsafe = drop if drop.device.type != "cpu" or not bool(torch.isfinite(norms).all()) else None
         for key, share in shares.items():

@@ -34,10 +34,10 @@ _TOLERANCE = 1e-2  # largest difference from the results of single examples, ove
 
 
 @rules.register
-class OwnParametersRule(rules.OwnParameters):
-    """Runs a module's own forward in a region, with its parameters once for each example."""
+class OwnParametersRule(rules.LayerRule):
+    """Runs the forward of a module without another rule in a region, with its parameters once for each example."""
 
-    layers = (nn.Module,)
+    layers, shares = (nn.Module,), True
 
     def __init__(self, module: nn.Module, sink: Any, plain: Any) -> None:
         super().__init__(module, sink, plain)
@@ -258,15 +258,13 @@ def _kept(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 
 def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:
     """Return whether two results are the same but for rounding."""
-    if len(found) != len(expected):
+    if [each.shape for each in found] != [each.shape for each in expected]:
         return False
     for one, two in zip(found, expected, strict=True):
-        if one.shape != two.shape:
-            return False
         if one.numel() and not torch.equal(one, two):
             a, b = one.double(), two.double()
-            largest = b[torch.isfinite(b)].abs().max() if bool(torch.isfinite(b).any()) else 1.0
-            if not torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * float(largest), equal_nan=True):
+            largest = float(b[b.isfinite()].abs().max()) if bool(b.isfinite().any()) else 1.0
+            if not torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * largest, equal_nan=True):
                 return False
     return True
 
@@ -702,16 +700,14 @@ class PerExampleClipper:
                     "clips them. detach() it and make another"
                 )
         done.finish()
-        clipped = done.clipped
-        if not clipped:
+        if not done.clipped:
             return
-        self._layer_norms = {name: group.norms for name, group in clipped.items()}
-        if len(clipped) == 1:
-            (self._norms, self._factors), *_ = clipped.values()
-        else:
-            each = torch.stack([group.norms for group in clipped.values()])
+        self._layer_norms = {name: norms for name, (norms, _) in done.clipped.items()}
+        (self._norms, self._factors), *others = done.clipped.values()
+        if others:
+            each, factors = map(torch.stack, zip(*done.clipped.values(), strict=True))
             self._norms = torch.linalg.vector_norm(each, dim=0, dtype=torch.float64).to(each.dtype)
-            self._factors = torch.stack([group.factors for group in clipped.values()]).amin(0)
+            self._factors = factors.amin(0)
         self.idealised = self.idealised or not done.formed
         if done.nonfinite is not None:
             self.nonfinite = done.nonfinite if self.nonfinite is None else self.nonfinite.add_(done.nonfinite)

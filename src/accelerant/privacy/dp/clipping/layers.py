@@ -525,14 +525,11 @@ class Windows(NamedTuple):
 class Convolution(GradientContribution):
     """A kernel's gradient from x (B, C, ...), g (B, O, ...) and weight (O, C / groups, ...); windows are not kept."""
 
+    of: ClassVar = "x"
     x: Tensor
     g: Tensor
     weight: Tensor
     windows: Windows
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
 
     def bound(self) -> Tensor:
         B, groups, dtype = self.x.shape[0], self.windows.groups, self.x.dtype

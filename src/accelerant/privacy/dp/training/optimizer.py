@@ -54,21 +54,15 @@ _LARGEST_CHANGE = 2.0  # Limit of a step's change, in natural logarithms: with f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveClipping:
-    """Settings of a clipping norm that follows the norms of the gradients.
+    """Settings of a clipping norm that follows the norms of the gradients; ConfigError for an invalid value.
 
-    Attributes:
-        quantile: of the norms, to which the clipping norm moves; above 0 and below 1.
-        learning_rate: of the geometric update.
-        count_std: standard deviation of the noise on the count; None: the larger of a twentieth of the expected batch
-            size (as the paper has it) and 2.5 times the noise multiplier.
-
-    Raises:
-        ConfigError: an invalid value.
+    Without a deviation of the noise on the count it is the larger of a twentieth of the expected batch size (as the
+    paper has it) and 2.5 times the noise multiplier.
     """
 
-    quantile: float = 0.5
-    learning_rate: float = 0.2
-    count_std: float | None = None
+    quantile: float = 0.5  # of the norms, to which the clipping norm moves; above 0 and below 1
+    learning_rate: float = 0.2  # of the geometric update
+    count_std: float | None = None  # standard deviation of the noise on the count
 
     def __post_init__(self) -> None:
         check_number("quantile", self.quantile, most=1.0)
@@ -80,20 +74,14 @@ class AdaptiveClipping:
 
 
 class AdaptiveNorm:
-    """The clipping norm of a training, and the noisy counts that move it; `prepare` comes first.
-
-    Attributes:
-        gradient_multiplier: noise multiplier of the gradients, z_delta.
-        delta: charged by the noise on the count.
-        note: for the ledger.
-    """
+    """The clipping norm of a training, and the noisy counts that move it; `prepare` comes first."""
 
     def __init__(self, settings: AdaptiveClipping, source: NoiseSource, noise_multiplier: float) -> None:
         self.settings, self._source, self._multiplier = settings, source, noise_multiplier
         self._counts: NoisySum | None = None
         self._below: Tensor | None = None
-        self.gradient_multiplier = self.delta = 0.0
-        self.note = ""
+        self.gradient_multiplier = 0.0  # z_delta
+        self.delta, self.note = 0.0, ""  # charged by the noise on the count; for the ledger
 
     def prepare(self, expected: float) -> None:
         """Divide the noise between gradients and count; ConfigError if count_std leaves nothing for the gradients."""
@@ -219,13 +207,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
     loop works unchanged; `stepped` tells which it was. Other attributes of the wrapped optimizer (its own clipping of
     the noisy mean, `grad_norm`) are reached through this object.
 
-    Attributes:
-        stepped: whether the last call of `step` made one.
-        separation: checks the first batch's examples.
-        losses: checks that the loss treats each example by itself.
-        grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
-        precision: of `PrivateStep`'s autocast; None without one.
-        sums: of clipped gradients, by their parameter's identity.
     """
 
     _step_supports_amp_scaling = True  # so that a GradScaler shows itself to step, which refuses it
@@ -235,13 +216,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         processes: Processes, sample_rate: float, expected_batch_size: float | None, adaptive: AdaptiveNorm | None,
         budget: Budget | None = None, grouped: bool = False,
     ) -> None:  # fmt: skip
-        self.inner = optimizer
-        self.stepped = False
-        self.steps = 0
-        self.expected_batch_size = expected_batch_size
-        self.sums: dict[int, Tensor] = {}
-        self.grouped = grouped
-        self.precision: torch.dtype | None = None
+        self.inner, self.expected_batch_size = optimizer, expected_batch_size
+        self.stepped, self.steps = False, 0  # whether the last call of `step` made one, and how many were made
+        self.sums: dict[int, Tensor] = {}  # of clipped gradients, by their parameter's identity
+        self.grouped = grouped  # the ledger's unit has several rows: only batches of our sampler may be stepped
+        self.precision: torch.dtype | None = None  # of PrivateStep's autocast
         self.clipper, self.ledger, self.processes, self.tracker = clipper, ledger, processes, DrawTracker()
         self.separation, self.losses = SeparationCheck(clipper), LossCheck(clipper)
         self._release, self._adaptive, self._sample_rate = release, adaptive, sample_rate
