@@ -568,6 +568,8 @@ def replaced(layer):
     (lambda: nn.EmbeddingBag(4, 3, max_norm=1.0).requires_grad_(requires_grad=False), "max_norm"),
     (lambda: nn.Embedding(4, 3, sparse=True), "sparse=False"),
     (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (lambda: nn.Linear(3, 4, dtype=torch.complex64), r"layers\.0\.weight is torch.complex64, .*view_as_complex"),
+    (lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex128)]), r"layers\.0\.0 is torch.complex128"),
     (lambda: nn.LSTM(3, 4), "batch_first=True"),
     (lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), "proj_size=0"),
     (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),

@@ -314,6 +314,21 @@ def test_fast_integers_are_rounded_draws():
     assert abs(float(z.double().std()) - 10) < 0.15
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_torchs_default_dtype_changes_no_noise(default):
+    """The kernel writes float32: into tensors of another width it would write other numbers, or past their end."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            x = torch.zeros(50_000, dtype=dtype)
+            FastSource(1).add_gaussian_([x], 2.0)
+            assert abs(float(x.double().std()) - 2) < 0.03
+        assert abs(float(FastSource(9).integers((50_000,), 10.0).double().std()) - 10) < 0.15
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_seeds_out_of_range_are_refused(seed):
     with pytest.raises(ConfigError, match="seed must be in"):

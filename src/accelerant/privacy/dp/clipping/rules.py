@@ -328,7 +328,12 @@ class Survey:
 def survey(model: nn.Module) -> Survey:
     """Find the rule of each layer; raise UnsupportedCase with each module that has no exact per-example gradients."""
     found = Survey([(name, param) for name, param in model.named_parameters() if param.requires_grad])
-    refusals: list[str] = []
+    refusals = [
+        f"{name} is {param.dtype}, whose imaginary part no norm would count: take a real parameter of both parts, and "
+        "torch.view_as_complex of it"
+        for name, param in found.parameters
+        if param.is_complex()
+    ]
     covered: set[int] = set()
     own_users: list[tuple[str, nn.Module, bool, set[int]]] = []
     for name, module in model.named_modules():

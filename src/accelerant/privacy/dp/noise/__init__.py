@@ -425,7 +425,7 @@ class FastSource(NoiseSource):
 
     def integers(self, shape: Sequence[int], std_grid: float, device: Any = "cpu") -> Tensor:
         """Return Gaussian draws of deviation std_grid, rounded to int64."""
-        noise = torch.zeros(tuple(shape), device=device)
+        noise = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
         self.add_gaussian_([noise], std_grid)
         return noise.round_().to(torch.int64)
 
@@ -441,7 +441,7 @@ class FastSource(NoiseSource):
                     self._add_dense(dense, width, scale, laplace=laplace)
                 continue
             for x in members:
-                noise = torch.zeros(x.shape, device=device)
+                noise = torch.zeros(x.shape, dtype=torch.float32, device=device)  # of the kernel
                 self._add_dense([noise], width, 1.0, laplace=laplace)
                 x.detach().copy_((x.detach() + noise) * scale)
 

@@ -604,8 +604,8 @@ def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def require_float32(name: str, parameter: Tensor) -> None:
-    """Raise UnsupportedCase if a parameter has 16 bits: the sum of its gradients would have them, too."""
-    if parameter.dtype in (torch.bfloat16, torch.float16):
+    """Raise UnsupportedCase if a parameter has 16 bits or fewer: the sum of its gradients would have them, too."""
+    if parameter.dtype.itemsize < 4:
         raise UnsupportedCase(
             f"{name} is {parameter.dtype}, and so would be its sum of clipped gradients, whose rounding may exceed "
             "what one example adds: keep the parameters in float32 and compute under torch.autocast"
