@@ -5,6 +5,8 @@ import gc
 import inspect
 import itertools
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import accelerant
 import accelerant as acl
 from accelerant.errors import ConfigError
 from accelerant.privacy import dp, federated, he, mpc
@@ -323,3 +326,26 @@ def test_devices_are_given_as_elsewhere(device, keys, shares):
         assert he.bfv.PublicKey.from_bytes(keys[2].to_bytes(), device=device) == keys[2]
     with pytest.raises(ConfigError, match="device must be a name"):
         setup.server(0, public, device=3)
+
+
+# --- names of the packages --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("package", [dp, federated, he, mpc])
+def test_every_name_is_there(package):
+    assert sorted(package.__all__) == dir(package)
+    for name in package.__all__:
+        found = getattr(package, name)
+        assert package is not dp or found.__name__.endswith(name)
+    assert getattr(accelerant.privacy, package.__name__.rpartition(".")[2]) is package
+    for where in (package, accelerant.privacy):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            where.nothing  # noqa: B018  the look-up is the test
+
+
+@pytest.mark.slow
+def test_the_package_loads_nothing_by_itself():
+    code = (
+        "import sys, accelerant.privacy.dp as dp; "
+        "assert not [m for m in sys.modules if m.startswith(('dp_accounting', 'scipy', 'accelerant.privacy.dp.'))]; "
+        "dp.make_private; assert 'dp_accounting' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

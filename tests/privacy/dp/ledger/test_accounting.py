@@ -1,5 +1,6 @@
 """Epsilon: known answers, what is not amplified, charged deltas, bounds that stay bounds."""
 
+import json
 import math
 import sys
 import time
@@ -9,17 +10,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedCase
 from accelerant.privacy.dp.ledger import accounting
 from accelerant.privacy.dp.ledger.accounting import (
     CHARGED_UP_TO,
     PrivacyEvent,
+    calibrate,
     last_within,
     rdp_values,
     release_of,
     remaining,
     spent,
 )
+from accelerant.privacy.dp.ledger.journal import event_record
 from accelerant.privacy.dp.noise import discrete
 
 RATE, DELTA = 256 / 60000, 1e-5
@@ -326,3 +329,152 @@ def test_without_dp_accounting(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp.rdp_privacy_accountant", None)
     with pytest.raises(MissingDependency, match=r"pip install 'accelerant\[privacy\]'"):
         epsilon(PrivacyEvent("gaussian", 1.2345))
+
+
+# --- events: what they refuse, and that JSON gives them back ----------------------------------------------------------
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"mechanism": "exponential"}, "mechanism must be one of .* got 'exponential'"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
+    ({"noise_multiplier": math.inf}, "finite, got inf"),
+    ({"noise_multiplier": math.nan}, "got nan"),
+    ({"noise_multiplier": "1"}, "noise_multiplier must be a number, got '1'"),
+    ({"sampling": "uniform"}, "sampling must be one of"),
+    ({"sampling": "poisson", "sample_rate": 0.0}, "sample_rate must be in"),
+    ({"sampling": "poisson", "sample_rate": 1.5}, "got 1.5"),
+    ({"sample_rate": 0.5}, "say how the records were drawn"),
+    ({"count": -1}, "count must be a whole number"),
+    ({"count": 1.0}, "got 1.0"),
+    ({"count": True}, "got True"),
+    ({"delta": 1.0}, "delta of an event"),
+])  # fmt: skip
+def test_fields_without_meaning(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        PrivacyEvent(**({"mechanism": "gaussian", "noise_multiplier": 1.0} | fields))
+
+
+events = st.builds(
+    PrivacyEvent,
+    st.sampled_from(["gaussian", "laplace", "discrete_gaussian", "discrete_laplace", "randomized_response"]),
+    st.floats(0, 1e9),
+    st.sampled_from(["poisson", "shuffled", "unknown"]),
+    st.floats(0, 1, exclude_min=True),
+    st.just(1),
+    delta=st.floats(0, 0.5),
+    note=st.text(max_size=5),
+    source=st.text(max_size=5),
+    secure=st.sampled_from([True, False, None]),
+    idealised=st.booleans(),
+)
+
+
+@given(event=events)
+@settings(max_examples=30, deadline=None, derandomize=True)  # a loaded machine is no error
+def test_json_gives_the_same_event_back(event):
+    assert PrivacyEvent.from_dict(json.loads(json.dumps(event.to_dict()))) == event
+    assert PrivacyEvent.from_dict(json.loads(json.dumps(event_record(event)))) == event
+
+
+def test_a_record_has_what_is_not_the_default():
+    few = {"mechanism": "gaussian", "noise_multiplier": 0.5, "sampling": "none"}  # which never go without saying
+    assert event_record(PrivacyEvent("gaussian", 0.5, count=7)) == few
+    more = few | {"sampling": "poisson", "sample_rate": 0.25, "delta": 1e-9, "note": "a", "source": "b",
+                  "secure": False, "idealised": True}  # fmt: skip
+    assert event_record(PrivacyEvent(**more, count=7)) == more
+
+
+@pytest.mark.parametrize(("found", "message"), [
+    ({}, "an event has the fields"),
+    ({"mechanism": "gaussian"}, "an event has the fields"),
+    ({"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}, "an event has the fields"),
+    ({"mechanism": "gaussian", "noise_multiplier": -1}, "got -1"),
+])  # fmt: skip
+def test_other_fields_and_values_without_meaning_are_no_event(found, message):
+    with pytest.raises(FormatError, match=message):
+        PrivacyEvent.from_dict(found)
+
+
+def test_amplified():
+    assert PrivacyEvent("gaussian", 1.0, "poisson", 0.5).amplified
+    assert not PrivacyEvent("gaussian", 1.0, "poisson", 1.0).amplified
+    assert not PrivacyEvent("gaussian", 1.0, "shuffled", 0.5).amplified
+
+
+# --- the noise for an epsilon: never too little, hardly too much ------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "delta", "rate", "steps", "method"), [
+    pytest.param(1.0, 1e-5, 256 / 60000, 14062, "pld", marks=pytest.mark.slow),
+    (8.0, 1e-6, 0.01, 2000, "rdp"),
+    (0.1, 1e-6, 1.0, 1, "pld"),
+    (100.0, 1e-5, 1.0, 10, "pld"),
+    (0.01, 1e-5, 0.001, 10000, "pld"),
+])  # fmt: skip
+def test_it_is_the_least_noise(target, delta, rate, steps, method):
+    noise = calibrate(target_epsilon=target, delta=delta, sample_rate=rate, steps=steps, method=method)
+
+    def cost(noise):
+        return spent([PrivacyEvent("gaussian", noise, "poisson", rate, steps)], delta, method=method).epsilon
+
+    assert cost(noise) <= target
+    assert cost(noise / 1.001) > target
+
+
+def test_the_analytic_gaussian():
+    assert 4.0 <= calibrate(target_epsilon=0.9263415, delta=1e-5, sample_rate=1.0, steps=1) <= 4.004
+
+
+def test_charged_deltas_need_more_noise():
+    plain, charged = (
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=100),
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=100, charged=5e-8),
+    )
+    assert charged > 1.005 * plain
+    events = [PrivacyEvent("gaussian", charged, count=100, delta=5e-8)]
+    assert spent(events, 1e-5).epsilon <= 1.0
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_what_was_done_before_counts(method):
+    before = [PrivacyEvent("gaussian", 10.0, count=2)]
+    noise = calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=3, method=method, before=before)
+    assert spent([*before, PrivacyEvent("gaussian", noise, count=3)], 1e-5, method=method).epsilon <= 1.0
+    assert spent([*before, PrivacyEvent("gaussian", noise / 1.001, count=3)], 1e-5, method=method).epsilon > 1.0
+    with pytest.raises(UnsupportedCase, match=r"already has epsilon 4\.37718"):
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1.0, steps=1, before=[PrivacyEvent("gaussian", 1.0)])
+
+
+def test_a_tiny_epsilon():
+    noise = calibrate(target_epsilon=1e-4, delta=1e-6, sample_rate=1.0, steps=1)
+    assert spent([PrivacyEvent("gaussian", noise)], 1e-6).epsilon <= 1e-4
+
+
+@pytest.mark.slow
+def test_without_amplification_sampling_does_not_help():
+    assert calibrate(target_epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=3, sampling="shuffled") == calibrate(
+        target_epsilon=2.0, delta=1e-5, sample_rate=1.0, steps=3
+    )
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "discrete_laplace"])
+def test_laplace(mechanism):
+    assert calibrate(target_epsilon=1.0, delta=1e-12, sample_rate=1.0, steps=1, mechanism=mechanism) == pytest.approx(
+        1.0, rel=2e-3
+    )
+
+
+def test_what_cannot_be_reached():
+    with pytest.raises(UnsupportedCase, match="no noise multiplier up to 1e\\+06 reaches"):
+        calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=1000, charged=1e-7)
+    with pytest.raises(UnsupportedCase, match="it is no limit"):
+        calibrate(target_epsilon=1e9, delta=1e-5, sample_rate=1.0, steps=1)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((0.0, 1e-5, 0.1, 10), "target_epsilon must be a number, above 0"),
+    ((1.0, 0.0, 0.1, 10), "delta must be in"),
+    ((1.0, 1e-5, 0.0, 10), "sample_rate must be in"),
+    ((1.0, 1e-5, 0.1, 0), "steps must be a whole number"),
+    ((1.0, 1e-5, 0.1, 10, "clt"), "got 'clt'"),
+])  # fmt: skip
+def test_calibrations_without_meaning(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        calibrate(**dict(zip(("target_epsilon", "delta", "sample_rate", "steps", "method"), arguments, strict=False)))

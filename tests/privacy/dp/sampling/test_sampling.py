@@ -1,10 +1,14 @@
 """Poisson draws: the exact probability, independence, batches that hold every drawn row once."""
 
 import copy
+import itertools
+import math
 import multiprocessing
 import os
 import pickle
 import warnings
+from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -22,7 +26,15 @@ from torch.utils.data import (
 )
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
-from accelerant.privacy.dp.sampling import GroupedSampler, PoissonBatches, PoissonSampler, require_poisson, sampling_of
+from accelerant.privacy.dp.sampling import (
+    GroupedSampler,
+    PoissonBatches,
+    PoissonSampler,
+    RareDraws,
+    Units,
+    require_poisson,
+    sampling_of,
+)
 from accelerant.privacy.random import SecureStream
 
 
@@ -367,3 +379,134 @@ def test_rows_that_a_subset_repeats_are_named_as_units_of_their_own(make, most):
         PoissonBatches(data, sampler)
     assert len(said) == (most > 1)
     assert all(f"up to {most}: the unit of privacy is an entry of it" in str(each.message) for each in said)
+
+
+# --- who is drawn, and by which process -------------------------------------------------------------------------------
+def everyone(units, rows, size):
+    """The rows of one draw at rate 1, by process."""
+    return [next(iter(units.sampler(rows, 1.0, 1, rank=rank, size=size))).tolist() for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_processes_share_the_units_among_them(size):
+    assert sorted(chain(*everyone(Units(), 7, size))) == list(range(7))
+    users = torch.tensor([9, 9, 4, -3, 4, 9, 8, 1, 0, 7, 8])
+    drawn = users[list(chain(*everyone(Units.of(users), 11, size)))]
+    assert sorted(drawn.tolist()) == sorted(set(users.tolist()))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_more_processes_than_units_are_refused_in_each(rank):
+    users = Units.of([5, 5, 6, 6])
+    with pytest.raises(ConfigError, match="3 processes have 2 units among them"):
+        users.sampler(4, 0.5, 1, rank=rank, size=3)
+    with pytest.raises(ConfigError, match="3 processes have 2 units"):
+        Units().sampler(2, 0.5, 1, rank=rank, size=3)
+
+
+def test_groups_are_the_same_whatever_they_are_called():
+    known = Units.of(torch.tensor([3, 3, -1, 8]))
+    assert (known.groups.tolist(), known.number(4), known.name) == ([0, 0, 1, 2], 3, "user")
+    for names in (["c", "c", "a", "b"], [1, 1, 2, 3], torch.tensor([1, 1, 0, 200], dtype=torch.uint8)):
+        assert Units.of(names).digest == known.digest
+    assert Units.of([3, -1, -1, 8]).digest != known.digest
+    assert Units.of(None) == Units()
+
+
+# --- rare draws: the exact binomial law of a block, ties settled by all bits, uniform places --------------------------
+WORDS = 1 << 53
+
+
+def answering(*batches):
+    """A source whose answers are fixed."""
+    left = list(batches)
+
+    def integers(count):
+        batch = left.pop(0)
+        assert len(batch) == count
+        return np.array(batch, np.int64)
+
+    return integers
+
+
+def law(threshold, length, count):
+    rate = Fraction(threshold, WORDS)
+    return math.comb(length, count) * rate**count * (1 - rate) ** (length - count)
+
+
+@pytest.mark.parametrize(("threshold", "bits"), [(WORDS // 3, 1), (WORDS // 5, 2), (12345, 3), (WORDS // 4097, 5)])
+def test_the_distribution_function_is_exact(threshold, bits):
+    rare, length = RareDraws(threshold, bits), 1 << bits
+    total = Fraction(0)
+    for count in range(length + 1):
+        total += law(threshold, length, count)
+        assert Fraction(rare._up_to(count), 1 << (53 * length)) == total
+    assert total == 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_words_beside_a_bound_and_ties_at_it(count, off):
+    """One below the first 53 bits of P(<= count): as many; one above: one more; equal: all the bits decide."""
+    threshold, bits = WORDS // 5 + 1, 2
+    bound = RareDraws(threshold, bits)._up_to(count)
+    word = (bound >> 53 * 3) + off
+    if off:
+        assert RareDraws(threshold, bits).counts(np.array([word]), answering()).tolist() == [count + (off > 0)]
+        return
+    for below in (1, 0):
+        number = bound - below
+        parts = [(number >> 53 * place) & (WORDS - 1) for place in (2, 1, 0)]
+        assert (number >> 53 * 3) == word
+        found = RareDraws(threshold, bits).counts(np.array([word]), answering(parts))
+        assert found.tolist() == [count + (not below)]
+
+
+def test_the_far_tail_is_settled_by_all_bits():
+    rare = RareDraws(WORDS // 4096, 6)
+    most = [WORDS - 1] * 63
+    assert rare.counts(np.array([WORDS - 1]), answering(most)).tolist() == [64]
+
+
+def test_equal_places_are_drawn_again():
+    rare = RareDraws(WORDS // 5, 2)
+    two = (rare._up_to(1) >> 53 * 3) + 1
+    source = answering([two, 0, two], [1, 1, 2, 3], [0, 3])
+    assert rare.draw(3, source).tolist() == [0, 3, 10, 11]
+
+
+def test_all_sets_of_places_are_as_likely():
+    """Two of four places: each of the six pairs from as many of the outcomes that are kept."""
+    rare, found = RareDraws(WORDS // 5, 2), {}
+    two = (rare._up_to(1) >> 53 * 3) + 1
+    for places in itertools.permutations(range(4), 2):
+        pair = tuple(rare.draw(1, answering([two], list(places))).tolist())
+        found[pair] = found.get(pair, 0) + 1
+    assert len(found) == 6
+    assert set(found.values()) == {2}
+
+
+def test_nothing_of_no_blocks():
+    assert RareDraws(WORDS // 100, 6).draw(0, answering([], [])).tolist() == []
+
+
+@pytest.mark.parametrize(("size", "rate"), [(64 * 5 + 7, 1 / 65), (3 * 4096 + 100, 1 / 4096), (10_000, 1e-3)])
+@pytest.mark.usefixtures("fixed_entropy")
+@pytest.mark.sample(3)
+def test_a_sampler_with_blocks_and_a_rest(size, rate):
+    """Mean, variance, and where: within 6 standard deviations; the units after the last block as the others."""
+    steps = 4000
+    sampler = PoissonSampler(size, rate, steps=steps)
+    lengths, hits = [], np.zeros(size)
+    for draw in sampler:
+        assert draw.tolist() == sorted(set(draw.tolist()))
+        lengths.append(len(draw))
+        hits[draw] += 1
+    assert sampler._rare is not None
+    mean, variance = size * rate, size * rate * (1 - rate)
+    assert abs(np.mean(lengths) - mean) < 6 * (variance / steps) ** 0.5
+    assert abs(np.var(lengths) - variance) < 6 * variance * (2 / steps + 1 / (variance * steps)) ** 0.5
+    rest = size % sampler._rare._length
+    for part in (hits[size - rest :], hits[: size // 2], hits[::2]):
+        wanted = steps * rate * len(part)
+        assert abs(part.sum() - wanted) < 6 * wanted**0.5

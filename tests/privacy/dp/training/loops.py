@@ -37,6 +37,14 @@ def private(model, rate=0.1, *, lr=1.0, optimizer=None, **options):
     return dp.make_private(model, inner, **given)
 
 
+def train(training, data, steps=None, loss=classify, **options):
+    """An ordinary loop."""
+    for batch in training.batches(data, steps=steps, **options):
+        loss(training.model, *batch.tensors).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
 def clipped_sums(model, loss, rows, bound):
     """Sum over examples of their clipped gradients, one backward pass each."""
     params = [p for p in model.parameters() if p.requires_grad]

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from loops import classify, mlp, parameters, points, private
+from loops import classify, mlp, parameters, points, private, train
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy import dp
@@ -316,13 +316,6 @@ def test_gradients_on_a_gpu_stay_there():
 
 
 # --- the adaptive clipping norm: it finds the quantile, and what it costs is in the event -----------------------------
-def train(training, data, steps, **options):
-    for batch in training.batches(data, steps=steps, **options):
-        classify(training.model, *batch.tensors).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("start", [0.01, 30.0])
 @pytest.mark.sample(2)
 def test_the_norm_goes_to_the_quantile(start):

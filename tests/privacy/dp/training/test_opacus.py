@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from loops import private
+from loops import private, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -118,10 +118,7 @@ def test_a_step_without_noise_is_opacus_step(name, microbatch):
     other = copy.deepcopy(model)
     by_hooks(other, x, y, bound)
     with private(model, 1.0, lr=RATE, max_grad_norm=bound) as training:  # rate 1: every example is in the draw
-        for batch in training.batches((x, y), microbatch=microbatch, steps=1):
-            F.cross_entropy(model(batch.tensors[0]), batch.tensors[1]).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
+        train(training, (x, y), 1, microbatch=microbatch)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -135,9 +132,7 @@ def test_noise_has_opacus_spread():
         x, y = torch.zeros(4, 1999), torch.tensor([0, 1, 0, 1])  # gradients of the weight are zero
         if ours:
             with private(model, 1.0, lr=1.0, noise_multiplier=1.5, max_grad_norm=0.5) as training:
-                for batch in training.batches((x, y), steps=1):
-                    F.cross_entropy(model(batch.tensors[0]), batch.tensors[1]).backward()
-                    training.optimizer.step()
+                train(training, (x, y), 1)
         else:
             wrapped = opacus.GradSampleModule(model)
             inner = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from loops import classify, clipped_sums, mlp, parameters, points, private, tiny_gpt
+from loops import classify, clipped_sums, mlp, parameters, points, private, tiny_gpt, train
 from torch.nn import functional as F
 
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
@@ -325,9 +325,7 @@ def test_a_draw_that_was_left_does_not_run_into_the_next():
         with pytest.raises(ConfigError, match="gives these up"):
             next(again)
         training.optimizer.zero_grad()
-        for batch in training.batches(data, microbatch=16, steps=1):
-            classify(model, *batch.tensors).backward()
-            training.optimizer.step()
+        train(training, data, 1, microbatch=16)
         assert training.optimizer.steps == 1
 
 

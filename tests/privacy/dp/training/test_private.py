@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from loops import classify, mlp, parameters, points, private
+from loops import classify, mlp, parameters, points, private, train
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import optimizer as optimizer_module
@@ -19,14 +19,6 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeErr
 from accelerant.privacy import dp, mpc
 from accelerant.privacy.dp.noise.discrete import charge
 from accelerant.privacy.dp.training import private as private_module
-
-
-def train(training, data, steps=None, **options):
-    for batch in training.batches(data, steps=steps, **options):
-        classify(training.model, *batch.tensors).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-
 
 GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_rate": 0.1}
 
@@ -88,7 +80,7 @@ def test_model_and_optimizer_must_fit():
     private(model).close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
 def test_parameters_of_16_bits_are_refused(dtype):
     """Eight bits of a sum of 1024 clipped gradients of norm 1: rounding moves it by more than an example does."""
     with pytest.raises(UnsupportedCase, match=r"0\.weight is torch.*autocast"):
@@ -617,9 +609,7 @@ def test_no_tensor_of_a_step_waits_for_the_garbage_collector():
     model, data = Whole(), (torch.randn(6, 4), torch.randint(2, (6,)))
 
     def step():
-        for batch in training.batches(data, steps=1):
-            model(*batch.tensors).backward()
-            training.step()
+        train(training, data, 1, lambda model, *row: model(*row))
 
     def tensors():
         return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())

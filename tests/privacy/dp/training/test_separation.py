@@ -10,7 +10,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from loops import classify, mlp, parameters, points, private
+from loops import classify, mlp, parameters, points, private, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -53,10 +53,7 @@ class Shuffled(Rearranged):
 def loop(model, data, loss=classify, rows=8, steps=1, **options):
     """An ordinary loop without noise over parts of `rows` rows."""
     with private(model, 1.0, **options) as training:
-        for batch in training.batches(data, microbatch=rows, steps=steps):
-            loss(model, *batch.tensors).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
+        train(training, data, steps, loss, microbatch=rows)
         return training
 
 
