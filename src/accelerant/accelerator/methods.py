@@ -237,10 +237,6 @@ def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = DEFAULT_FIE
     return y.numel() // limbs * (y.shape[-1 if limbs == 1 else -2].bit_length() - 1) // 2
 
 
-def _msm(scalars: torch.Tensor, points: torch.Tensor, *, curve: str = DEFAULT_CURVE, **options: Any) -> torch.Tensor:
-    return torch.as_tensor(msm(scalars, points, curve, **options))
-
-
 def _msm_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
     """Encode scalars ("x") and points given as Python integers; no message shows a scalar."""
     group = curve_named(options["curve"])
@@ -258,11 +254,6 @@ def _msm_example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, An
     points = torch.from_numpy(group.mul(group.generator, list(range(1, rows + 1))).view(np.int64)).to(device)
     scalars = torch.randint(0, 2**60, (rows, 4), device=device)
     return (scalars.view(torch.uint64), points.view(torch.uint64)), {}
-
-
-def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = DEFAULT_CURVE, **_: Any) -> int:
-    """Return the additions of a plain sum: one a bit of each scalar."""
-    return math.prod(args[0].shape[:-1]) * curve_named(curve).order.bit_length()
 
 
 # --- the public ops --------------------------------------------------------------------------------------------------
@@ -398,7 +389,10 @@ METHODS: dict[str, ArrayMethod] = {
         _elements(1, -1, 1024), _transform_flops, prepare=_field_words, scratch=True, per_s=4e11,
     ),
     "msm": ArrayMethod(
-        _msm, "stack", _msm_example, _msm_flops, prepare=_msm_words, dimensions=2, scratch=True, per_s=6e10,
+        lambda scalars, points, curve=DEFAULT_CURVE, **options: torch.as_tensor(msm(scalars, points, curve, **options)),
+        "stack", _msm_example,  # operations: the additions of a plain sum, one a bit of each scalar
+        lambda args, y, curve=DEFAULT_CURVE, **_: math.prod(args[0].shape[:-1]) * curve_named(curve).order.bit_length(),
+        prepare=_msm_words, dimensions=2, scratch=True, per_s=6e10,
     ),
 }  # fmt: skip
 

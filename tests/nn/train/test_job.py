@@ -63,11 +63,14 @@ def files(out):
     return sorted(path.name for path in out.iterdir())
 
 
-def test_a_run_leaves_all_its_files_and_nothing_else(train):
+def test_a_run_leaves_all_its_files_and_nothing_else_beside_those_that_were_there(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
     outcome, out = train("run")
+    assert (out / "notes.txt").read_text() == "mine"
     assert files(out) == [
-        "checkpoint.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "report.html", "sample.txt",
-        "summary.json",
+        "checkpoint.safetensors", "config.json", "metrics.jsonl", "model.safetensors", "notes.txt", "report.html",
+        "sample.txt", "summary.json",
     ]  # fmt: skip
     assert json.loads((out / "summary.json").read_text()) == outcome.summary
     assert outcome.summary["status"] == "done"
@@ -305,21 +308,15 @@ def test_event_logs_go_with_their_run(train, watcher):
     assert "tensorboard" not in files(out)
 
 
-def test_files_of_another_program_are_not_overwritten(train, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "model.safetensors").write_text("precious")
-    with pytest.raises(ConfigError, match=r"holds model.safetensors of something else"):
+@pytest.mark.parametrize("name", ["model.safetensors", "tensorboard/events"])
+def test_files_of_another_program_are_not_overwritten_nor_removed(train, tmp_path, name):
+    path, top = tmp_path / "run" / name, name.partition("/")[0]
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match=f"holds {top} of something else"):
         train("run")
-    assert files(tmp_path / "run") == ["model.safetensors"]
-    assert (tmp_path / "run" / "model.safetensors").read_text() == "precious"
-
-
-def test_event_logs_of_another_program_are_not_removed(train, tmp_path):
-    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
-    (tmp_path / "run" / "tensorboard" / "events").write_text("precious")
-    with pytest.raises(ConfigError, match="holds tensorboard of something else"):
-        train("run")
-    assert (tmp_path / "run" / "tensorboard" / "events").read_text() == "precious"
+    assert files(tmp_path / "run") == [top]
+    assert path.read_text() == "precious"
 
 
 def test_a_log_that_cannot_be_written_leaves_the_older_run(train, run, monkeypatch):
@@ -329,13 +326,6 @@ def test_a_log_that_cannot_be_written_leaves_the_older_run(train, run, monkeypat
         train("run", log="tensorboard")
     assert (out / "summary.json").is_file()
     assert len(losses(out)) == 5
-
-
-def test_other_files_in_the_folder_stay(train, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    _, out = train("run")
-    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_bad_data_leaves_no_folder(train, run, tmp_path):
@@ -615,6 +605,8 @@ def test_presets_are_as_documented():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
+    ({"seed": -1}, "seed must be 0 to"),
+    ({"seed": 2**63}, "seed must be 0 to"),
     ({"steps": -1}, "steps must be above 0, got -1"),
     ({"steps": 0}, "steps must be above 0, got 0"),
     ({"cpu_threads": -1}, "cpu_threads must be above 0, got -1"),
@@ -632,12 +624,6 @@ def test_presets_are_as_documented():
 def test_runs_refuse(run, changes, message):
     with pytest.raises(ConfigError, match=message):
         run.replaced(**changes)
-
-
-def test_runs_refuse_seeds_out_of_range(run):
-    for seed in (-1, 2**63):
-        with pytest.raises(ConfigError, match="seed must be 0 to"):
-            run.replaced(seed=seed)
 
 
 @pytest.mark.slow

@@ -271,17 +271,12 @@ from accelerant.accelerator.fusion import triton_kernels as math
 """
 
 
-def triton_text(program: FusedProgram, schedule: Schedule) -> str:
-    """Return the module of a program's kernel `fused_...(inputs, results, M, N, [ROWS,] BLOCK)`."""
-    return _TritonPrinter(program, schedule).text()
-
-
 @lru_cache(maxsize=1024)
 def triton_kernel(program: FusedProgram, schedule: Schedule) -> TritonKernel:
-    """Return the kernel of a program; its module exists in memory alone."""
+    """Return a program's kernel `fused_...(inputs, results, M, N, [ROWS,] BLOCK)`, of a module in memory alone."""
     name = f"accelerant.accelerator.fusion.fused_{schedule}_{program.digest[:32]}"
     if name not in sys.modules:
-        text, path = triton_text(program, schedule), f"<{name}>"
+        text, path = _TritonPrinter(program, schedule).text(), f"<{name}>"
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # where Triton reads functions
         module = ModuleType(name)
         module.__file__ = path

@@ -449,17 +449,9 @@ def _gelu(x: Traced, approximate: str = "none") -> Traced:
     return _like(0.5 * a * (1.0 + (a * math.sqrt(0.5)).do("erf")), x.dtype, x)
 
 
-def _leaky_relu(x: Traced, negative_slope: float = 0.01, inplace: bool = False) -> Traced:
-    return _like(where(x.expr > 0.0, x.expr, x.expr * negative_slope), x.dtype, x)
-
-
-def _elu(x: Traced, alpha: float = 1.0, inplace: bool = False) -> Traced:
-    return _like(where(x.expr > 0.0, x.expr, where(x.expr > 0.0, 0.0, x.expr).do("elu") * alpha), x.dtype, x)
-
-
-def _activation(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
-    def function(x: Traced, inplace: bool = False) -> Traced:
-        return _like(build(x.expr), x.dtype, x)
+def _activation(build: Callable[..., Expr]) -> Callable[..., Traced]:
+    def function(x: Traced, *parameters: float, inplace: bool = False, **named: float) -> Traced:
+        return _like(build(x.expr, *parameters, **named), x.dtype, x)
 
     return function
 
@@ -599,8 +591,8 @@ FUNCTIONS |= {
     "silu": _activation(lambda x: x * x.do("sigmoid")),
     "softplus": _activation(lambda x: x.do("softplus")),
     "logsigmoid": _activation(lambda x: 0.0 - (-x).do("softplus")),
-    "leaky_relu": _leaky_relu,
-    "elu": _elu,
+    "leaky_relu": _activation(lambda x, negative_slope=0.01: where(x > 0.0, x, x * negative_slope)),
+    "elu": _activation(lambda x, alpha=1.0: where(x > 0.0, x, where(x > 0.0, 0.0, x).do("elu") * alpha)),
     "unsqueeze": _unsqueeze,
 }  # fmt: skip
 

@@ -254,15 +254,6 @@ def _pow_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
     return dy * (b * a.graph.add("pow", a, b - 1.0)), dy * where(a.equals(0.0), limit, y * a.do("log"))
 
 
-def _abs_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
-    (x,) = args
-    return (where(x < 0.0, -dy, where(x > 0.0, dy, dy * 0.0)),)
-
-
-def _convert_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
-    return (dy if args[0].node.dtype.is_floating_point else None,)
-
-
 def _leading(x: Tensor) -> tuple[int, ...]:
     return tuple(range(x.ndim - 1))
 
@@ -272,7 +263,9 @@ OPERATIONS: dict[str, Op] = {
     "rows": Op("(M * 1.0)", "(({T})M)", lambda: None),
     "neg": Op("-{0}", "-{0}", torch.neg, lambda y, a, dy: (-dy,), integers="({T})-({U}){0}"),
     "abs": Op(
-        "tl.abs({0})", "ACL_MATH(fabs)({0})", torch.abs, _abs_slope, integers="({T})({0} < 0 ? -({U}){0} : ({U}){0})"
+        "tl.abs({0})", "ACL_MATH(fabs)({0})", torch.abs,
+        lambda y, a, dy: (where(a[0] < 0.0, -dy, where(a[0] > 0.0, dy, dy * 0.0)),),
+        integers="({T})({0} < 0 ? -({U}){0} : ({U}){0})",
     ),
     "exp": Op("math.exp({0})", "acl_exp_f32({0})", torch.exp, lambda y, a, dy: (dy * y,)),
     "expm1": Op("math.expm1({0})", "ACL_MATH(expm1)({0})", torch.expm1, lambda y, a, dy: (dy * a[0].do("exp"),)),
@@ -360,7 +353,10 @@ OPERATIONS: dict[str, Op] = {
         "tl.where({0}, {1}, {2})", "({0} ? {1} : {2})", torch.where,
         lambda y, a, dy: (None, where(a[0], dy, 0.0), where(a[0], 0.0, dy)),
     ),
-    "convert": Op("{0}.to({dtype})", "({T}){0}", lambda x: x, _convert_slope),
+    "convert": Op(
+        "{0}.to({dtype})", "({T}){0}", lambda x: x,
+        lambda y, a, dy: (dy if a[0].node.dtype.is_floating_point else None,),
+    ),
     "cast": Op(
         "{0}.to({dtype}).to(tl.float32)", "{0}", lambda x: x, lambda y, a, dy: (dy.do("cast", value=y.node.value),)
     ),
@@ -412,10 +408,6 @@ class FusedProgram:
         return hashlib.sha256(repr((self.nodes, self.inputs, self.results)).encode()).hexdigest()
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
         return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
@@ -514,17 +506,13 @@ class FusedProgram:
             if layout.endswith("sum"):
                 y = y.sum(_leading(y), keepdim=True)
             y = y.to(dtype)
-            own = self._memory_of(index)  # of an input or of another result
+            own = index  # the node whose memory it may be
+            while self.nodes[own].op in ("cast", "stop", "convert", "floor", "ceil", "round"):
+                (own,) = self.nodes[own].args
             aliases = own in shared or self.nodes[own].op == "input"
             shared.add(own)
             outputs.append(y.clone(memory_format=torch.contiguous_format) if aliases else y.contiguous())
         return tuple(outputs)
-
-    def _memory_of(self, index: int) -> int:
-        """Return the node whose memory torch's value of a node may be."""
-        while self.nodes[index].op in ("cast", "stop", "convert", "floor", "ceil", "round"):
-            (index,) = self.nodes[index].args
-        return index
 
     def _torch_value(self, node: Node, values: list[Any], tensors: tuple[Tensor, ...], shape: Sequence[int]) -> Any:
         if node.op == "constant":

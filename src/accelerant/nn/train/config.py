@@ -160,11 +160,10 @@ class TrainConfig:
         steps: optimizer steps; None to derive them from epochs.
         batch_size: rows in a step; ignored for a DataLoader, which has its own.
         accumulate: number of micro-batches in a step; divides batch_size. `microbatch`, the rows of each, is taken in
-            its place. Their gradients are accumulated, and only one
-            micro-batch's activations are in memory at a time. For a DataLoader, the number of its batches in a step.
-            Of several processes each has as many micro-batches as its rows need, of at most batch_size / accumulate.
-            With "cross_entropy" a micro-batch is weighted by its targets other than -100; with a custom loss or the
-            model's own, all are weighted equally.
+            its place. Their gradients are accumulated, and only one micro-batch's activations are in memory at a time.
+            For a DataLoader, the number of its batches in a step. Of several processes each has as many micro-batches
+            as its rows need, of at most batch_size / accumulate. With "cross_entropy" a micro-batch is weighted by its
+            targets other than -100; with a custom loss or the model's own, all are weighted equally.
         context: tokens in a window of a token file.
         optimizer: "adamw" or "sgd" of accelerant.nn.optim.
         learning_rate: the peak; `lr` is understood.
@@ -253,12 +252,9 @@ class TrainConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, hint in get_type_hints(type(self)).items():
             _check_field(name, getattr(self, name), str if name == "device" else hint)
-        if self.warmup > 1:
-            raise ConfigError(
-                f"warmup must be a fraction, 0 to 1, got {self.warmup}: give a number of steps as warmup_steps"
-            )
-        if self.final_lr_ratio > 1:
-            raise ConfigError(f"final_lr_ratio must be a fraction, 0 to 1, got {self.final_lr_ratio}")
+        for name, advice in (("warmup", ": give a number of steps as warmup_steps"), ("final_lr_ratio", "")):
+            if (value := getattr(self, name)) > 1:
+                raise ConfigError(f"{name} must be a fraction, 0 to 1, got {value}{advice}")
         if self.momentum >= 1:
             raise ConfigError(f"momentum must be below 1, got {self.momentum}")
         for name in ("profile", "log"):
@@ -528,13 +524,12 @@ def _run(name: str, training: dict[str, Any], **fields: Any) -> RunConfig:
 
 _TINY = _run(
     "tiny",
-    # The run takes minutes, and its checkpoint a few milliseconds. Of the same duration, batches of 16 learn less, and
-    # so do half and twice the learning rate: 600 steps on 200 KB of text end at 1.99 nats a byte, those at 2.2 to 2.4.
+    # In the same time, batches of 16 learn less, and so do half and twice the learning rate.
     {"context": 64, "batch_size": 8, "steps": 2400, "learning_rate": 2e-3, "checkpoint_every_s": 30.0},
     tokenizer="bytes", vocab_size=256, layers=2, heads=4, width=128,  # wide and shallow learns most in two minutes
     validation_tokens=1 << 16,
-    # A second thread gives 1.4x on an idle machine. On a busy one, where it waits a few ms for its core at each of
-    # some hundred joins, a step takes 20 times longer. One thread also gives the same bits for any number of cores.
+    # On a busy machine a second thread waits for its core at many joins of a step. One thread also gives the same
+    # bits for any number of cores.
     cpu_threads=1,
 )  # fmt: skip
 _SMALL = _run(

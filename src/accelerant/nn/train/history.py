@@ -8,6 +8,7 @@ fcntl is missing, the lock is a file that names its process, and that of a dead 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -597,9 +598,7 @@ class RunFolder:
 
     def require_usable(self) -> None:
         """Raise ConfigError unless a run may write here: existing files of those names are a run's."""
-        nearest = self.path
-        while not nearest.exists() and nearest != nearest.parent:
-            nearest = nearest.parent
+        nearest = next(each for each in (self.path, *self.path.parents) if each.exists())
         if not nearest.is_dir():
             raise ConfigError(f"cannot write to {self.path}: {nearest} is not a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
@@ -698,10 +697,8 @@ class RunFolder:
         return f"kept the privacy ledger of the run that was here as {kept.name}; {_ADD_UP.format(kept)}"
 
     def _free_name(self, stem: str, suffix: str = "") -> Path:
-        number = 1
-        while (self.path / f"{stem}-{number}{suffix}").exists():
-            number += 1
-        return self.path / f"{stem}-{number}{suffix}"
+        paths = (self.path / f"{stem}-{number}{suffix}" for number in itertools.count(1))
+        return next(path for path in paths if not path.exists())
 
 
 # --- the lock --------------------------------------------------------------------------------------------------------
