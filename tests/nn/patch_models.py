@@ -140,3 +140,31 @@ def patch_and_compare(model, inputs, **options):
     report = acl.nn.patch(model, **options)
     assert_same(outcome(model, inputs), before, **TIGHT)
     return report
+
+
+def outcomes_in_bfloat16(family):
+    """Outcomes in float64, in bfloat16, and in bfloat16 patched, whose logits are as near to the first's."""
+    found, model = [], make(family)
+    if family == "mixtral":
+        model.set_experts_implementation("eager")  # torch's grouped products have no float64
+    for step, dtype in enumerate((torch.float64, torch.bfloat16, torch.bfloat16)):
+        if step == 2:
+            acl.nn.patch(model)
+        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch(family).items()}
+        found.append(outcome(model.to(dtype), inputs))
+    truth, plain, patched = found
+    assert (patched[0].dtype, patched[1].dtype) == (plain[0].dtype, torch.bfloat16)
+    wrong, usual = (float((each[1].double() - truth[1]).norm() / truth[1].norm()) for each in (patched, plain))
+    assert wrong <= 1.5 * usual + 1e-4
+    return found
+
+
+def assert_generates_the_same(model, inputs, **options):
+    """Patch a model, which generates the same tokens, with the same logits where it returns them."""
+    options |= {"max_new_tokens": 9, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    wanted = model.generate(**inputs, **options)
+    acl.nn.patch(model)
+    found = model.generate(**inputs, **options)
+    assert torch.equal(found["sequences"], wanted["sequences"])
+    if model.config.model_type != "whisper":  # whose generate() returns them by segment
+        torch.testing.assert_close(found.logits, wanted.logits, **TIGHT)

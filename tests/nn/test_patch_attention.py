@@ -13,6 +13,7 @@ from patch_models import (
     ROTARY,
     TIGHT,
     VOCABULARY,
+    assert_generates_the_same,
     assert_same,
     batch,
     make,
@@ -321,18 +322,9 @@ def test_generate(family, cache):
     ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    options = {
-        "max_new_tokens": 9, "do_sample": False, "attention_mask": mask, "use_cache": cache != "none",
-        "output_logits": True, "return_dict_in_generate": True,
-    }  # fmt: skip
-    if cache == "static":
-        options |= {"cache_implementation": "static", "disable_compile": True}
-    wanted = model.generate(ids, **options)
-    acl.nn.patch(model)
-    found = model.generate(ids, **options)
-    assert torch.equal(found.sequences, wanted.sequences)
-    for a, b in zip(found.logits, wanted.logits, strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    assert_generates_the_same(model, inputs, use_cache=cache != "none", **options)
 
 
 @pytest.mark.parametrize("kind", ["ones", "left", "holes"])

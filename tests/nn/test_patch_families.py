@@ -4,7 +4,18 @@ import functools
 
 import pytest
 import torch
-from patch_models import BY_FORM, TIGHT, assert_same, batch, make, outcome, patch_and_compare, transformers
+from patch_models import (
+    BY_FORM,
+    TIGHT,
+    assert_generates_the_same,
+    assert_same,
+    batch,
+    make,
+    outcome,
+    outcomes_in_bfloat16,
+    patch_and_compare,
+    transformers,
+)
 
 import accelerant as acl
 from accelerant.nn.patching import attention
@@ -135,38 +146,13 @@ def test_generate(family, cache):
     if "input_ids" in inputs:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["attention_mask"][1, :3] = 0
-    options = {
-        "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "use_cache": cache, "output_logits": True,
-        "return_dict_in_generate": True,
-    }  # fmt: skip
-    wanted = model.generate(**inputs, **options)
-    acl.nn.patch(model)
-    found = model.generate(**inputs, **options)
-    assert torch.equal(found["sequences"], wanted["sequences"])
-    if family != "whisper":  # whose generate() returns them by segment
-        for a, b in zip(found.logits, wanted.logits, strict=True):
-            torch.testing.assert_close(a, b, **TIGHT)
+    assert_generates_the_same(model, inputs, min_new_tokens=9, use_cache=cache)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BY_FORM)
 def test_bfloat16_is_no_further_from_the_truth_than_unpatched(family):
-    def cast(dtype):
-        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(family).items()}
-
-    model = make(family)
-    if family == "mixtral":
-        model.set_experts_implementation("eager")  # torch's grouped products have no float64
-    truth = outcome(model.double(), cast(torch.float64))
-    plain = outcome(model.to(torch.bfloat16), cast(torch.bfloat16))
-    acl.nn.patch(model)
-    patched = outcome(model, cast(torch.bfloat16))
-    assert (patched[0].dtype, patched[1].dtype) == (plain[0].dtype, plain[1].dtype)
-
-    def error(found):
-        return float((found[1].double() - truth[1]).norm() / truth[1].norm())
-
-    assert error(patched) <= 1.5 * error(plain) + 1e-4
+    truth, plain, patched = outcomes_in_bfloat16(family)
     wrong, usual = (
         sum(float((each[2][name].double() - g).norm() / (g.norm() + 1e-9)) for name, g in truth[2].items())
         for each in (patched, plain)
