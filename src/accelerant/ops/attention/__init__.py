@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -523,17 +523,10 @@ def _cpu_case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, windo
     return None if needs_grad else _case(q, k, v, causal, scale, window)
 
 
-def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    case = _case(q, k, v, causal, scale, window)
-    gradients: tuple[Tensor, ...] = attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
-    return gradients
-
-
-def _composite(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    o, lse = attend(q, k, v, causal, scale, window)
+def _composite(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    o, lse = attend(q, k, v, causal, scale, window, mask=mask)
     return o, lse.detach()
 
 
@@ -560,7 +553,7 @@ _attention = _Attention(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window) -> (Tensor o, Tensor lse)",
     operation=attention_fwd,
     case=_case,
-    backward=_backward,
+    backward=lambda *args: backward_pass(*args[:-1]),
     saves=("q", "k", "v", "o", "lse"),
     gradients={"q": "q", "k": "k", "v": "v"},
     composite=_composite,
@@ -624,13 +617,11 @@ def forward_pass(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse without autograd, with a mask of `segments_mask` if there is one."""
+    settings = causal, scale, window
     if mask is None:
-        plain: tuple[Tensor, Tensor] = attention_fwd(
-            _case(q, k, v, causal, scale, window), q, k, v, causal, scale, window
-        )
-        return plain
-    case = _masked_case(q, k, v, mask, causal, scale, window)
-    o, lse = attention_masked_fwd(case, q, k, v, mask, causal, scale, window)
+        o, lse = attention_fwd(_case(q, k, v, *settings), q, k, v, *settings)
+    else:
+        o, lse = attention_masked_fwd(_masked_case(q, k, v, mask, *settings), q, k, v, mask, *settings)
     return o, lse
 
 
@@ -675,26 +666,15 @@ attention_masked_fwd, attention_masked_bwd = (
 )
 
 
-def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    o, lse, *settings, _ = rest
-    case = _masked_case(q, k, v, mask, *settings)
-    gradients: tuple[Tensor, ...] = attention_masked_bwd(case, do, q, k, v, o, lse, mask, *settings)
-    return gradients
-
-
-def _masked_composite(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    o, lse = attend(q, k, v, causal, scale, window, mask=mask)
-    return o, lse.detach()
-
-
+_masked_composite: Callable[..., tuple[Tensor, Tensor]] = _by_keyword(_composite)
 _masked = AttentionOp(
     "attention_masked(Tensor q, Tensor k, Tensor v, Tensor mask, bool causal, float scale, int window) "
     "-> (Tensor o, Tensor lse)",
     operation=attention_masked_fwd,
     case=_masked_case,
-    backward=_masked_backward,
+    backward=lambda do, q, k, v, mask, o, lse, causal, scale, window, needs: backward_pass(
+        do, q, k, v, o, lse, causal, scale, window, mask
+    ),
     saves=("q", "k", "v", "mask", "o", "lse"),
     gradients={"q": "q", "k": "k", "v": "v"},
     composite=_masked_composite,
