@@ -14,7 +14,6 @@ Bound:  one row: memory, or the conversion of the weight; many: the multiply-add
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,8 @@ from accelerant.config import launch_log
 from accelerant.ops._launch import ceil_div
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import llvm
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource, builder_key
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, Variable, program, suffix, vector
+from accelerant.runtime.compilation.kernel import Kernel
+from accelerant.runtime.compilation.llvm import FunctionBuilder, IndexKernel, Operand, Value, Variable, suffix, vector
 from accelerant.runtime.provider import ComputeProvider
 
 GROUP = 128  # columns of an int4 weight that share a scale and a zero
@@ -47,7 +46,7 @@ _SHARE_PRODUCTS = 2**19  # products that a further thread repays
 
 
 @dataclass(frozen=True, slots=True)
-class RowsKernel:
+class RowsKernel(IndexKernel):
     """A Builder of rows_<kind>(begin, end, x, weight, scale, zero, y, M, N, K, share, block), see the module.
 
     What a kind lacks of scale and zero is not read. A vector has `lanes` numbers; the sums of a tile, `columns` times
@@ -58,33 +57,18 @@ class RowsKernel:
     lanes: int
     columns: int
     rows: int
-    written_out: bool = True
-    least_share: int = 1
-
-    @property
-    def key(self) -> str:
-        """See builder_key."""
-        return builder_key(self, "ops/_rows.py")
+    written_out, least_share, sources = True, 1, "ops/_rows.py"
 
     @property
     def entry(self) -> str:
-        """The function's name."""
         return f"rows_{self.kind}"
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Types of the arguments, as KernelSource.entries has them."""
-        return ("*",) * 5 + ("i64",) * 5
+    def parameters(self) -> list[str]:
+        pointers = [f"ptr noalias readonly %{name}" for name in ("x", "weight", "scale", "zero")]
+        return [*pointers, "ptr noalias %y", *(f"i64 %{name}" for name in ("M", "N", "K", "share", "block"))]
 
-    def build(self, target: str) -> str:
-        """Return LLVM IR."""
-        arguments = ["i64 %begin", "i64 %end", "ptr noalias readonly %x", "ptr noalias readonly %weight"]
-        arguments += ["ptr noalias readonly %scale", "ptr noalias readonly %zero", "ptr noalias %y"]
-        arguments += [f"i64 %{name}" for name in ("M", "N", "K", "share", "block")]
-        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
+    def write(self, code: FunctionBuilder) -> None:
         _RowsWriter(self, code).write()
-        code.ret()
-        return program([code])
 
 
 class _RowsWriter:
@@ -103,22 +87,9 @@ class _RowsWriter:
         stop = code.smin(code.i64("mul", "%end", "%share"), "%N")
         with code.loop(0, "%M", "%block") as start:
             end = code.smin(code.i64("add", start, "%block"), "%M")
-            for n, columns in self._tiles(first, stop, (self.kernel.columns, 1)):
-                for m, rows in self._tiles(start, end, range(self.kernel.rows, 0, -1)):
+            for n, columns in code.tiles(first, stop, (self.kernel.columns, 1)):
+                for m, rows in code.tiles(start, end, range(self.kernel.rows, 0, -1)):
                     self._tile(m, rows, n, columns)
-
-    def _tiles(self, first: Operand, stop: Operand, heights: Sequence[int]) -> Iterator[tuple[Value, int]]:
-        """Append loops over tiles of decreasing height; yields the first row and the height of each."""
-        code = self.code
-        row = code.variable("i64", first)
-        for height in heights:
-            with code.loop_while(functools.partial(self._fits, row, height, stop)):
-                at = row.get()
-                yield at, height
-                row.set(code.i64("add", at, height))
-
-    def _fits(self, row: Variable, height: int, stop: Operand) -> Value:
-        return self.code.compare("sle", self.code.op("add", row.get(), height), stop)
 
     def _tile(self, m: Value, rows: int, n: Value, columns: int) -> None:
         code, kernel = self.code, self.kernel
@@ -217,7 +188,7 @@ def _compiled(kind: str) -> tuple[ComputeProvider, Kernel]:
     columns, rows = ((4, 4) if kind == "int4" else (4, 6)) if wide else (2, 4)
     kernel = RowsKernel(kind, (16 if wide else 8) // (2 if kind == "double" else 1), columns, rows)
     provider = registry.create("cpu")
-    return provider, provider.compile(KernelSource(kernel.entry, {"llvm": kernel}, {kernel.entry: kernel.arguments}))
+    return provider, provider.compile(kernel.source())
 
 
 def products(x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:

@@ -19,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import (
     FunctionBuilder,
+    IndexKernel,
     Operand,
     Value,
     constant,
     exponential,
     lane_constants,
     lane_sums,
-    program,
     suffix,
     vector,
 )
@@ -41,7 +40,7 @@ _SIZES = ("M", "N", "block", "heads", "group", "D", "window", "of_block", "of_ke
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKernel:
+class PagedKernel(IndexKernel):
     """A Builder of attention_paged_<kind>(begin, end, pointers, sizes, scale, softcap), see the module.
 
     Sizes: M columns of the table, N blocks of `block` keys, key heads, query heads of each, D, window, and the strides
@@ -50,34 +49,23 @@ class PagedKernel:
 
     kind: str
     lanes: int
-    written_out: bool = True
-    least_share: int = 1
-
-    @property
-    def key(self) -> str:
-        """See builder_key."""
-        return builder_key(self, "ops/decode/llvm_kernels.py")
+    written_out, least_share, sources = True, 1, "ops/decode/llvm_kernels.py"
 
     @property
     def entry(self) -> str:
-        """The function's name."""
         return f"attention_paged_{self.kind}"
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """Types of the arguments, as KernelSource.entries has them."""
-        real = "f64" if self.kind == "double" else "f32"
-        return ("*",) * len(_POINTERS) + ("i64",) * len(_SIZES) + (real, real)
+    def real(self) -> str:
+        """The type that is computed in."""
+        return "double" if self.kind == "double" else "float"
 
-    def build(self, target: str) -> str:
-        """Return LLVM IR."""
-        real = "double" if self.kind == "double" else "float"
-        arguments = ["i64 %begin", "i64 %end", *(f"ptr noalias %{name}" for name in _POINTERS)]
-        arguments += [*(f"i64 %{name}" for name in _SIZES), f"{real} %scale", f"{real} %softcap"]
-        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
-        _PagedWriter(self, code, real).write()
-        code.ret()
-        return program([code])
+    def parameters(self) -> list[str]:
+        pointers, sizes = [f"ptr noalias %{name}" for name in _POINTERS], [f"i64 %{name}" for name in _SIZES]
+        return [*pointers, *sizes, f"{self.real} %scale", f"{self.real} %softcap"]
+
+    def write(self, code: FunctionBuilder) -> None:
+        _PagedWriter(self, code, self.real).write()
 
 
 class _PagedWriter:

@@ -33,7 +33,7 @@ from accelerant.ops.attention.launch import triton_capability, with_rows
 from accelerant.ops.decode.llvm_kernels import PagedKernel
 from accelerant.ops.decode.op import NUM_WARPS, attention_paged_reference, constants, stages_for, token_rows
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.provider import ComputeProvider
@@ -50,7 +50,7 @@ def _compiled(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
     lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
     kernel = PagedKernel(KINDS[dtype], lanes // 2 if dtype == torch.float64 else lanes)
     provider = registry.create("cpu")
-    return provider, provider.compile(KernelSource(kernel.entry, {"llvm": kernel}, {kernel.entry: kernel.arguments}))
+    return provider, provider.compile(kernel.source())
 
 
 def _tiles(tokens: int, lengths: Tensor, starts: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from accelerant.ops._launch import accesses, ceil_div
 from accelerant.ops._library import check_dtype, is_plain, name_of, refuses_triton_kernel
 from accelerant.ops.dropout.llvm_kernels import COUNTERS, LANES, DropoutKernel, MaskKernel, refuses_half
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules
@@ -138,9 +138,8 @@ def empty_mask(x: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(program: DropoutKernel | MaskKernel) -> tuple[ComputeProvider, Kernel]:
-    source = KernelSource(program.entry, {"llvm": program}, {program.entry: program.arguments})
     provider = registry.create("cpu")
-    return provider, provider.compile(source)
+    return provider, provider.compile(program.source())
 
 
 def refuses_llvm(case: Case) -> str | None:

@@ -25,16 +25,15 @@ from dataclasses import dataclass
 
 import torch
 
-from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import (
     ROUNDS,
     WEYL,
     FunctionBuilder,
+    IndexKernel,
     Value,
     constant,
     lane_constants,
     philox,
-    program,
     vector,
 )
 
@@ -43,7 +42,6 @@ LANES = 32  # elements of an index of MaskKernel
 
 _RUN = 512
 _LOW = 0xFFFFFFFF
-_SOURCES = "ops/dropout"
 
 _IN_MEMORY = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "i16"}
 """How an element lies in memory; LLVM's bfloat takes a run-time library where the processor does not convert it."""
@@ -60,15 +58,11 @@ def refuses_half() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _DropoutWriter:
-    """A Builder (see runtime/compilation/kernel.py) for tensors of one dtype."""
+class _DropoutWriter(IndexKernel):
+    """A Builder for tensors of one dtype."""
 
     dtype: torch.dtype
-
-    @property
-    def key(self) -> str:
-        """See builder_key; the text does not depend on the target."""
-        return builder_key(self, _SOURCES)
+    sources = "ops/dropout"
 
     @property
     def _name(self) -> str:
@@ -119,21 +113,14 @@ class DropoutKernel(_DropoutWriter):
 
     @property
     def entry(self) -> str:
-        """The function's name."""
         return f"{self._name}{'_masked' if self.masks else ''}"
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Types of the arguments, as KernelSource.entries has them."""
-        real = "f64" if self.dtype == torch.float64 else "f32"
-        return ("*", "*i64", "*", "i64", "i64", real, *(("*",) if self.masks else ()))
+    def parameters(self) -> list[str]:
+        tensors = ["ptr noalias readonly %x", "ptr noalias readonly %seed", "ptr noalias %y"]
+        numbers = ["i64 %n", "i64 %threshold", f"{self._real} %scale"]
+        return [*tensors, *numbers, *["ptr noalias %bits"] * self.masks]
 
-    def build(self, target: str) -> str:
-        """Return LLVM IR."""
-        arguments = ["i64 %begin", "i64 %end", "ptr noalias readonly %x", "ptr noalias readonly %seed"]
-        arguments += ["ptr noalias %y", "i64 %n", "i64 %threshold", f"{self._real} %scale"]
-        arguments += ["ptr noalias %bits"] if self.masks else []
-        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
+    def write(self, code: FunctionBuilder) -> None:
         keys = _round_keys(code)
         lanes = lane_constants("i64", range(COUNTERS))
         threshold = code.broadcast(code.op("shl", "%threshold", 1), COUNTERS)
@@ -159,8 +146,6 @@ class DropoutKernel(_DropoutWriter):
                     if self.masks:
                         code.store("i8", code.bitcast(keep[run], "i8"), "%bits", code.op("lshr", at, 3), align=1)
                     self._scaled(code, at, keep[run], scales, None if whole else inside)
-        code.ret()
-        return program([code])
 
 
 def _round_keys(code: FunctionBuilder) -> list[list[Value]]:
@@ -178,19 +163,13 @@ class MaskKernel(_DropoutWriter):
 
     @property
     def entry(self) -> str:
-        """The function's name."""
         return f"{self._name}_unmasked"
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Types of the arguments, as KernelSource.entries has them."""
-        return ("*", "*", "*", "i64", "f64" if self.dtype == torch.float64 else "f32")
+    def parameters(self) -> list[str]:
+        tensors = ["ptr noalias readonly %x", "ptr noalias readonly %bits", "ptr noalias %y"]
+        return [*tensors, "i64 %n", f"{self._real} %scale"]
 
-    def build(self, target: str) -> str:
-        """Return LLVM IR."""
-        arguments = ["i64 %begin", "i64 %end", "ptr noalias readonly %x", "ptr noalias readonly %bits"]
-        arguments += ["ptr noalias %y", "i64 %n", f"{self._real} %scale"]
-        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
+    def write(self, code: FunctionBuilder) -> None:
         scales = code.broadcast("%scale", LANES)
         with code.loop("%begin", "%end") as index:
             first = code.op("mul", index, LANES)
@@ -202,5 +181,3 @@ class MaskKernel(_DropoutWriter):
 
             for whole in code.branches(code.compare("sle", code.op("add", first, LANES), "%n")):
                 self._scaled(code, first, keep, scales, None if whole else inside)
-        code.ret()
-        return program([code])

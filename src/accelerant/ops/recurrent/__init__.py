@@ -28,7 +28,7 @@ from accelerant.ops._library import is_ordinary, is_plain, refuses_triton_kernel
 from accelerant.ops.attention.launch import triton_capability
 from accelerant.ops.recurrent.llvm_kernels import GATES, RecurrentKernel, lanes, vectors
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import rules
@@ -160,9 +160,8 @@ def _real(dtype: torch.dtype) -> str:
 
 @functools.cache
 def _compiled(kernel: RecurrentKernel) -> tuple[ComputeProvider, Kernel]:
-    source = KernelSource(kernel.entry, {"llvm": kernel}, {kernel.entry: kernel.arguments})
     provider = registry.create("cpu")
-    return provider, provider.compile(source)
+    return provider, provider.compile(kernel.source())
 
 
 def _launch_llvm(backward: bool, cell: str, gates: Tensor, w_hh: Tensor, y: Tensor, *others: Tensor) -> None:

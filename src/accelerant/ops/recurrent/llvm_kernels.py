@@ -17,14 +17,11 @@ Bound:  arithmetic of the product for several rows, 12 accumulators in AVX2's 16
 
 from __future__ import annotations
 
-import functools
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accelerant.runtime.compilation import llvm
-from accelerant.runtime.compilation.kernel import builder_key
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, program, suffix, vector
+from accelerant.runtime.compilation.llvm import FunctionBuilder, IndexKernel, Operand, Value, constant, suffix, vector
 
 GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}  # cells, and the number of their gates
 
@@ -48,7 +45,7 @@ def vectors(cell: str, backward: bool) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentKernel:
+class RecurrentKernel(IndexKernel):
     """A Builder of recurrent_<cell>_fwd or _bwd (begin, end, pointers, steps, hidden, rows, share).
 
     Pointers of the forward pass: gates (B, T, G, H), the inputs' part, replaced by the activated gates; packed weights;
@@ -63,33 +60,18 @@ class RecurrentKernel:
     cell: str
     backward: bool
     real: str
-    written_out: bool = True
-    least_share: int = 1
-
-    @property
-    def key(self) -> str:
-        """See builder_key."""
-        return builder_key(self, "ops/recurrent/llvm_kernels.py")
+    written_out, least_share, sources = True, 1, "ops/recurrent/llvm_kernels.py"
 
     @property
     def entry(self) -> str:
-        """The function's name."""
         return f"recurrent_{self.cell}_{'bwd' if self.backward else 'fwd'}"
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Types of the arguments, as KernelSource.entries has them."""
-        return ("*",) * len(_POINTERS[self.backward]) + ("i64",) * 4
-
-    def build(self, target: str) -> str:
-        """Return LLVM IR."""
+    def parameters(self) -> list[str]:
         pointers = [f"ptr %{name}" for name in _POINTERS[self.backward]]
-        sizes = [f"i64 %{name}" for name in ("steps", "hidden", "rows", "share")]
-        arguments = ["i64 %begin", "i64 %end", *pointers, *sizes]
-        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
+        return [*pointers, *(f"i64 %{name}" for name in ("steps", "hidden", "rows", "share"))]
+
+    def write(self, code: FunctionBuilder) -> None:
         _RecurrentWriter(self, code).write()
-        code.ret()
-        return program([code])
 
 
 class _RecurrentWriter:
@@ -115,7 +97,7 @@ class _RecurrentWriter:
             K = code.i64("mul", "%hidden", self.gates if self.backward else 1)
             with code.loop(0, "%hidden", block) as j:
                 w = code.at(self.real, "%w", code.i64("mul", code.i64("mul", j, tile_gates), K))
-                for b, rows in self._tiles():
+                for b, rows in code.tiles(self.first, self.stop, range(_ROWS, 0, -1)):
                     self._product(b, rows, t, j, w, K)
                 if not self.backward:  # apart from the product, in which its values would take registers
                     with (
@@ -123,19 +105,6 @@ class _RecurrentWriter:
                         code.loop(j, code.i64("add", j, block), self.lanes) as i,
                     ):
                         self._cell(b, t, i)
-
-    def _tiles(self) -> Iterator[tuple[Value, int]]:
-        """Append loops over the rows in tiles of decreasing height; yields the first row and the height of each."""
-        code = self.code
-        row = code.variable("i64", self.first)
-        for rows in range(_ROWS, 0, -1):
-            with code.loop_while(functools.partial(self._fits, row, rows)):
-                b = row.get()
-                yield b, rows
-                row.set(code.i64("add", b, rows))
-
-    def _fits(self, row: llvm.Variable, rows: int) -> Value:
-        return self.code.compare("sle", self.code.op("add", row.get(), rows), self.stop)
 
     # --- addresses ---------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,13 @@ import functools
 import math
 import platform
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
+
+from accelerant.runtime.compilation.kernel import KernelSource, builder_key
 
 INLINE = "alwaysinline nounwind"
 NOINLINE = "noinline nounwind"
@@ -337,6 +341,19 @@ class FunctionBuilder:
         self.do(f"br label %{head}")
         self.label(after)
 
+    def tiles(self, first: Operand, stop: Operand, heights: Iterable[int]) -> Iterator[tuple[Value, int]]:
+        """Append loops over rows in tiles of decreasing heights; yields the first row and the height of each."""
+        row = self.variable("i64", first)
+        for height in heights:
+            fits = functools.partial(self._fits, row, height, stop)
+            with self.loop_while(fits):
+                at = row.get()
+                yield at, height
+                row.set(self.i64("add", at, height))
+
+    def _fits(self, row: Variable, height: int, stop: Operand) -> Value:
+        return self.compare("sle", self.op("add", row.get(), height), stop)
+
     @contextmanager
     def when(self, condition: Operand) -> Iterator[None]:
         """Append a block for the case that an i1 is set."""
@@ -384,6 +401,47 @@ def program(functions: Iterable[FunctionBuilder]) -> str:
     constants = dict(item for function in functions for item in function.constants.items())
     declarations = dict(item for function in functions for item in function.declarations.items())
     return "".join((*constants.values(), *declarations.values(), *(function.text() for function in functions)))
+
+
+_KINDS = {"ptr": "*", "i64": "i64", "float": "f32", "double": "f64"}
+
+
+class IndexKernel(ABC):
+    """A Builder (see kernel.py) of one function over the indices [begin, end); its fields choose the function."""
+
+    __slots__ = ()
+    sources: ClassVar[str]  # of the package, on which the text depends
+
+    @property
+    def key(self) -> str:
+        """See builder_key."""
+        return builder_key(self, self.sources)
+
+    @property
+    @abstractmethod
+    def entry(self) -> str:
+        """The function's name."""
+
+    @abstractmethod
+    def parameters(self) -> Iterable[str]:
+        """Return the arguments after begin and end, as a FunctionBuilder takes them."""
+
+    @abstractmethod
+    def write(self, code: FunctionBuilder) -> None:
+        """Append the function's instructions, but for the return."""
+
+    def build(self, target: str) -> str:
+        """Return LLVM IR."""
+        arguments = ["i64 %begin", "i64 %end", *self.parameters()]
+        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
+        self.write(code)
+        code.ret()
+        return program([code])
+
+    def source(self) -> KernelSource:
+        """Return the source that a provider compiles."""
+        kinds = tuple(_KINDS[parameter.split(" ")[0]] for parameter in self.parameters())
+        return KernelSource(self.entry, {"llvm": self}, {self.entry: kinds})
 
 
 def lane_sums(code: FunctionBuilder, vectors: Sequence[Value]) -> Value:
