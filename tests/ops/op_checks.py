@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelerant.ops
 from accelerant.ops.registry import draw, public_op, register
@@ -206,6 +207,19 @@ LAYOUTS = {
     "expanded": lambda: torch.randn(1, 33).expand(6, 33),
 }
 """Tensors of rows of 33 elements that are not contiguous."""
+
+
+class Calls(TorchDispatchMode):
+    """Sees the calls of our ops, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "accelerant":
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
 
 
 def compiled_into(function, *args):

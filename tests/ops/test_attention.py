@@ -12,7 +12,6 @@ from op_checks import counted, ran
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.attention import attention_reference, backends, launch
-from accelerant.ops.attention import backends as composite
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
 from processes import printed
@@ -41,6 +40,20 @@ def check(q, k, v, do, **options):
     for one, other in zip(gradients, exact(attention_reference, q, k, v, do, **options), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
     return o
+
+
+def at_most_twice(run, leaves, do, mask):
+    """Fail unless errors, of the result and the gradients, are at most twice those of torch's function with a mask."""
+    wide = mask if mask.dtype == torch.bool else mask.double()
+    expected = attention_reference(*(x.detach().double() for x in leaves), mask=wide)
+    slopes = exact(attention_reference, *leaves, do, mask=wide)
+    errors = []
+    for function in (run, lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=mask)):
+        y = function(*leaves)
+        pairs = zip((y, *torch.autograd.grad(y, leaves, do)), (expected, *slopes), strict=True)
+        errors.append([float((one.double() - other).nan_to_num().abs().max()) for one, other in pairs])
+    atol = 1e-5 if do.dtype == torch.float32 else 2e-3
+    assert all(ours <= 2 * theirs + atol for ours, theirs in zip(*errors, strict=True)), errors
 
 
 # --- as torch's, and as good -----------------------------------------------------------------------------------------
@@ -365,10 +378,10 @@ def test_formulas_of_the_dense_backward_pass():
     for options in ((False, -1), (True, -1), (True, 3)):
         q, k, v = (x.double() for x in tensors(Hq=4, Hkv=2, S=9, Skv=7))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        o, lse = composite.attend(*leaves, options[0], 0.4, options[1])
+        o, lse = backends.attend(*leaves, options[0], 0.4, options[1])
         do = torch.randn_like(o)
         expected = torch.autograd.grad(o, leaves, do)
-        found = composite.dense_backward(
+        found = backends.dense_backward(
             do, q, k, v, o, lse.masked_fill(lse == -math.inf, 0), options[0], 0.4, options[1]
         )
         for one, other in zip(found, expected, strict=True):
@@ -779,18 +792,7 @@ def test_segments_on_a_gpu(kind, causal, dtype):
     do = torch.randn(3, 4, 500, 64, device="cuda").to(dtype)
     mask = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
     mask = mask.tril() if causal else mask
-    expected = attention_reference(*(x.detach().double() for x in leaves), mask=mask)
-    slopes = exact(attention_reference, *leaves, do, mask=mask)
-    errors = []
-    for function in (
-        lambda *qkv: ops.attention(*qkv, causal=causal, segments=segments),
-        lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=mask),
-    ):
-        y = function(*leaves)
-        pairs = zip((y, *torch.autograd.grad(y, leaves, do)), (expected, *slopes), strict=True)
-        errors.append([float((one.double() - other).nan_to_num().abs().max()) for one, other in pairs])
-    atol = 1e-5 if dtype == torch.float32 else 2e-3
-    assert all(ours <= 2 * theirs + atol for ours, theirs in zip(*errors, strict=True)), errors
+    at_most_twice(lambda *qkv: ops.attention(*qkv, causal=causal, segments=segments), leaves, do, mask)
 
 
 # --- masks on a gpu --------------------------------------------------------------------------------------------------
@@ -802,17 +804,7 @@ def test_masks_on_a_gpu(shape, kind, dtype):
     """Compiled, with several tiles; the error is at most twice that of torch's own function in the same dtype."""
     leaves = [x.to("cuda").requires_grad_() for x in tensors(2, 4, 300, 64, Skv=333, dtype=dtype)]
     mask, do = mask_of(shape, kind, dtype).cuda(), torch.randn(2, 4, 300, 64, device="cuda").to(dtype)
-    wide = mask if kind == "bool" else mask.double()
-    expected = attention_reference(*(x.detach().double() for x in leaves), mask=wide)
-    slopes = exact(attention_reference, *leaves, do, mask=wide)
-    errors = []
-    for function in (ops.attention, lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)):
-        y = function(*leaves, mask=mask)
-        found = (y, *torch.autograd.grad(y, leaves, do))
-        pairs = zip(found, (expected, *slopes), strict=True)
-        errors.append([float((one.double() - other).nan_to_num().abs().max()) for one, other in pairs])
-    atol = 1e-5 if dtype == torch.float32 else 2e-3
-    assert all(ours <= 2 * theirs + atol for ours, theirs in zip(*errors, strict=True)), errors
+    at_most_twice(lambda *qkv: ops.attention(*qkv, mask=mask), leaves, do, mask)
     split = dtype == torch.float32 and torch.cuda.get_device_capability() == (9, 0)
     ran = {(row["op"], row["implementation"]) for row in counted()}
     assert ran == {(f"attention_masked_{way}", "triton_fp16x3" if split else "triton") for way in ("fwd", "bwd")}

@@ -24,6 +24,7 @@ from op_checks import (
     FOLDER_OF,
     FOLDERS,
     OPS,
+    Calls,
     bound,
     cases_of,
     check_beside,
@@ -39,7 +40,6 @@ from op_checks import (
     wants_gradient,
 )
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accelerant
@@ -221,19 +221,6 @@ def test_implementations_agree(op, interpreted):
 
 
 # --- torch's own checks ----------------------------------------------------------------------------------------------
-class Calls(TorchDispatchMode):
-    """Sees the calls of our ops, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "accelerant":
-            self.seen.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 def middling(op):
     """A sample of a few elements in more than one dimension."""
     return next(

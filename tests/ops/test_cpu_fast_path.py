@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from op_checks import counted, ran
+from op_checks import Calls, compiled_into, counted, ran
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from accelerant import ops
@@ -134,11 +133,6 @@ def test_a_gradient_to_come_is_part_of_the_kind(probe):
         assert probe.by(wants) == ["function"]
 
 
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 class Subclass(torch.Tensor):
     """A tensor that somebody may watch."""
 
@@ -163,7 +157,7 @@ def explained():
 
 @pytest.mark.parametrize("around", [
     lambda: override(race="first_use"), lambda: force(gelu_fwd="torch"), deterministic, explained,
-    lambda: torch.autocast("cpu", torch.bfloat16), Seen, torch.autograd.forward_ad.dual_level,
+    lambda: torch.autocast("cpu", torch.bfloat16), Calls, torch.autograd.forward_ad.dual_level,
 ], ids=["race", "force", "deterministic", "explained", "autocast", "mode", "forward mode"])  # fmt: skip
 def test_who_is_to_be_asked_is_asked(around, probe):
     probe.learn(X)
@@ -476,23 +470,17 @@ def test_the_second_derivative_of_attention_stays_right(turned):
 
 def test_explain_sees_a_call_of_a_known_kind():
     for _ in range(6):
-        ops.relu(A)
-    (decision,) = explain_quietly(ops.relu, A).decisions
-    assert decision.implementation == "torch"
+        ops.gelu(A)
+    (decision,) = explain_quietly(ops.gelu, A).decisions
+    assert (decision.op, decision.device, decision.implementation) == ("gelu_fwd", "cpu", "torch")
+    assert "torch on the CPU: its own autograd" in str(decision)
 
 
 def test_torch_compile_sees_the_function():
     for _ in range(6):
         ops.relu(A)
-    seen = []
-
-    def backend(graph, inputs):
-        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
     before = calls()
-    torch.compile(ops.relu, backend=backend, fullgraph=True)(A.detach())
-    assert seen
+    assert compiled_into(ops.relu, A.detach())
     assert calls() == before
 
 
@@ -591,16 +579,9 @@ def test_a_trace_is_that_of_the_op_after_fast_calls():
 
 
 def test_a_mode_sees_the_op():
-    seen = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
+    with Calls() as calls:
         ops.gelu(A)
-    assert torch.ops.accelerant.gelu.default in seen
+    assert torch.ops.accelerant.gelu.default in [func for func, _ in calls.seen]
 
 
 def test_inplace_gradient_of_a_loss_is_still_inplace():
@@ -684,11 +665,6 @@ def test_under_autocast_as_the_own_way(name, dtype):
     assert [each.dtype for each in torchs] == [each.dtype for each in own]
     for one, other in zip(torchs, own, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
-def test_explain_tells():
-    (decision,) = explain_quietly(ops.gelu, A).decisions
-    assert "torch on the CPU: its own autograd" in str(decision)
 
 
 def calls_of(run):

@@ -8,8 +8,6 @@ from op_checks import check_beside, compiled_into, counted, ran
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops import elementwise as launch
-from accelerant.ops.elementwise import SumTile
 
 UNARY = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}
 PAIR = {"add": torch.add, "mul": torch.mul}
@@ -33,12 +31,6 @@ def test_ends_as_torch(op, interpreted):
     assert ran(f"{op}_fwd") | ran(f"{op}_bwd") == {"triton"}
 
 
-def test_gradient_of_relu_at_0(interpreted):
-    x = torch.tensor([-1.0, -0.0, 0.0, 1.0], requires_grad=True)
-    ops.relu(x).sum().backward()
-    assert x.grad.tolist() == [0.0, 0.0, 0.0, 1.0]
-
-
 def test_relu_lets_no_gradient_through_where_it_is_0(interpreted):
     x = torch.tensor([-1.0, 1.0], requires_grad=True)
     ops.relu(x).backward(torch.tensor([math.nan, math.inf]))
@@ -53,17 +45,10 @@ def test_tanh_is_as_exact_for_small_numbers_as_for_large(interpreted):
 
 
 @pytest.mark.sample(3)
-@EACH
+@EACH_AND_GELU
 @pytest.mark.parametrize("n", [1023, 1024, 1025, 3 * 1024 + 1])
 def test_around_a_block(op, n, interpreted):
-    x = torch.randn(n, requires_grad=True)
-    same = x.detach().clone().requires_grad_()
-    y, expected = getattr(ops, op)(x), UNARY[op](same)
-    torch.testing.assert_close(y, expected, rtol=2e-6, atol=1e-6)
-    dy = torch.randn(n)
-    y.backward(dy)
-    expected.backward(dy)
-    torch.testing.assert_close(x.grad, same.grad, rtol=2e-6, atol=2e-6)
+    check_beside(getattr(ops, op), WITH_GELU[op], torch.randn(n), near=(2e-6, 1e-6), slopes=(2e-6, 2e-6))
 
 
 LAYOUTS = {
@@ -171,16 +156,6 @@ def test_any_shapes_that_broadcast(shape, data):
 @pytest.mark.slow
 def test_sums_over_many_rows(op, M, N, interpreted):
     against_torch(op, torch.randn(M, N), torch.randn(N), tolerance=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [SumTile(2, 16, 1), SumTile(8, 64, 4, 1, 1), SumTile(1, 32, 2, 30)], ids=str)
-def test_any_plan_gives_the_same_sums(plan, interpreted):
-    dy, a, b = torch.randn(130, 50), torch.randn(130, 50), torch.randn(50)
-    torch.testing.assert_close(launch.add_row_backward(dy, b, plan), dy.sum(0), rtol=1e-4, atol=1e-4)
-    da, db = launch.mul_row_backward(dy, a, b, (True, True), plan)
-    torch.testing.assert_close(da, dy * b)
-    torch.testing.assert_close(db, (dy * a).sum(0), rtol=1e-4, atol=1e-4)
 
 
 @BOTH

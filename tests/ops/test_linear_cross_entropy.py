@@ -16,14 +16,13 @@ from accelerant.ops.linear_cross_entropy.cases import SAMPLES, TOLERANCES
 from accelerant.runtime.memory.limits import predicting
 
 op = importlib.import_module("accelerant.ops.linear_cross_entropy")
-chunks = importlib.import_module("accelerant.ops.linear_cross_entropy")
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A few rows at a time, whatever the shape."""
-    real = chunks.chunk_rows
-    monkeypatch.setattr(chunks, "chunk_rows", lambda M, V, itemsize, limit: real(M, V, itemsize, 100))
+    real = op.chunk_rows
+    monkeypatch.setattr(op, "chunk_rows", lambda M, V, itemsize, limit: real(M, V, itemsize, 100))
 
 
 def theirs(hidden, weight, targets, **options):
@@ -167,16 +166,16 @@ def test_memory_is_predicted_where_chunks_are_summed_in_float32():
         hidden, weight = (torch.empty(64, 8, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         total = torch.empty(64, 8, device="cuda")
         for first in (True, False):
-            chunks._accumulate(hidden.new_empty(64, 64), weight, total, first)
+            op._accumulate(hidden.new_empty(64, 64), weight, total, first)
     assert total.shape == (64, 8)
 
 
 @pytest.mark.parametrize("V", [4000, 4001])
 def test_logits_never_exist_whole(V, monkeypatch):
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(op.CHUNK_BYTES, "cpu", 1 << 20)
     hidden, weight, targets = drawn(2048, 16, V)
     with Largest() as largest:
-        chunks.run_chunks(hidden, weight, targets, -100, 0.0, (True, True), own=False, losses=torch.empty(2048))
+        op.run_chunks(hidden, weight, targets, -100, 0.0, (True, True), own=False, losses=torch.empty(2048))
     aligned = -(-V // 64) * 64
     assert largest.bytes <= (1 << 20) * aligned / V + 1
     assert largest.bytes < 2048 * V * 4 / 20
@@ -185,8 +184,8 @@ def test_logits_never_exist_whole(V, monkeypatch):
 @pytest.mark.parametrize("rows", [300, 64])
 def test_bfloat16_on_a_cpu(rows, uninterpreted, monkeypatch):
     """Its products are of bfloat16, as torch's are; the sums over chunks are of float32."""
-    real = chunks.chunk_rows
-    monkeypatch.setattr(chunks, "chunk_rows", lambda M, V, itemsize, limit: min(rows, real(M, V, itemsize, limit)))
+    real = op.chunk_rows
+    monkeypatch.setattr(op, "chunk_rows", lambda M, V, itemsize, limit: min(rows, real(M, V, itemsize, limit)))
     hidden, weight, targets = (x.bfloat16() if x.is_floating_point() else x for x in drawn(300, 32, 4000))
     weight = weight / 4
 
@@ -209,7 +208,7 @@ def test_bfloat16_on_a_cpu(rows, uninterpreted, monkeypatch):
     [(100, 10, 1 << 20, 100), (32768, 50304, 512 << 20, 4864), (1000, 1000, 2000, 1), (0, 5, 100, 1), (9, 10, 50, 3)],
 )
 def test_chunk_rows(M, V, limit, rows):
-    assert chunks.chunk_rows(M, V, 2, limit) == rows
+    assert op.chunk_rows(M, V, 2, limit) == rows
 
 
 @pytest.mark.slow

@@ -9,17 +9,7 @@ from op_checks import LAYOUTS
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops import norm
-from accelerant.ops._launch import RowTile
 from accelerant.ops.norm import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
-
-WIDTHS = pytest.mark.parametrize("width", [2, 33, 768, 5000, 20000])
-
-
-@WIDTHS
-def test_rows_have_mean_0_and_variance_1(width, interpreted):
-    y = ops.layer_norm(torch.randn(6, width) * 3 + 7)
-    torch.testing.assert_close(y.mean(-1), torch.zeros(6), rtol=0, atol=1e-5)
-    torch.testing.assert_close(y.square().mean(-1), torch.ones(6), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [33, 768, 5000, 20000])
@@ -29,12 +19,13 @@ def test_large_mean_does_not_cancel(width, interpreted):
     torch.testing.assert_close(ops.layer_norm(x), layer_norm_reference(x.double()).float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("width", [8192, 16384, 16385, 20000])
-def test_wide_rows(width, interpreted):
+@pytest.mark.parametrize("width", [2, 33, 768, 1280, 5000, 8192, 16384, 16385, 20000])
+def test_rows_of_any_width(width, interpreted):
     """On both sides of what a program keeps in registers."""
-    x, weight, bias = torch.randn(2, width), torch.randn(width), torch.randn(width)
-    expected = layer_norm_reference(x.double(), weight.double(), bias.double()).float()
-    torch.testing.assert_close(ops.layer_norm(x, weight, bias), expected, rtol=1e-5, atol=1e-5)
+    x, weight, bias = torch.randn(3, width) * 3 + 7, torch.randn(width), torch.randn(width)
+    expected = torch.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-3).float()
+    torch.testing.assert_close(ops.layer_norm(x, weight, bias, 1e-3), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ops.rms_norm(x, weight, eps=1e-3), torch.rms_norm(x, (width,), weight, 1e-3))
 
 
 def test_a_wide_row_is_as_exact_as_torchs(interpreted, rng):
@@ -70,12 +61,6 @@ def test_constant_row_gives_the_bias(interpreted):
     assert torch.equal(y, bias.expand(2, 64))
 
 
-def test_gradient_has_no_part_along_ones(interpreted):
-    x = torch.randn(5, 768, requires_grad=True)
-    ops.layer_norm(x, torch.randn(768)).backward(torch.randn(5, 768))
-    torch.testing.assert_close(x.grad.sum(-1), torch.zeros(5), rtol=0, atol=1e-4)
-
-
 @pytest.mark.slow
 def test_more_rows_than_a_pass(interpreted):
     """A persistent program takes several groups of rows, the last not full."""
@@ -90,21 +75,6 @@ def test_more_rows_than_a_pass(interpreted):
     layer_norm_reference(*exact).backward(dy.double())
     torch.testing.assert_close(x.grad, exact[0].grad.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weight.grad, exact[1].grad.float(), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("plan", [RowTile(1, 64, 1), RowTile(4, 64, 2, 1), RowTile(8, 128, 4, 2, 2)], ids=str)
-def test_any_plan_gives_the_same(plan, interpreted):
-    x, dy, weight = torch.randn(37, 50), torch.randn(37, 50), torch.randn(50)
-    y, statistics = norm.launch_forward(True, x, weight, weight, 1e-5, plan=plan)
-    mean, rstd = statistics.t()
-    torch.testing.assert_close(y, torch.layer_norm(x, (50,), weight, weight))
-    needs = (True, True, True)
-    dx, dweight, dbias = norm.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, plan=plan)
-    expected = torch.ops.aten.native_layer_norm_backward(
-        dy, x, (50,), mean.contiguous()[:, None], rstd.contiguous()[:, None], weight, weight, [True, True, True]
-    )
-    for actual, wanted in zip((dx, dweight, dbias), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sample(5, 2)
@@ -182,18 +152,6 @@ def test_only_the_wanted_gradients(op, frozen, interpreted):
     assert [tensor.grad is not None for tensor in tensors] == [index != frozen for index in range(3)]
 
 
-def test_eps_is_added_to_the_variance(interpreted):
-    x = torch.tensor([[1.0, -1.0]])
-    torch.testing.assert_close(ops.layer_norm(x, eps=3.0), torch.tensor([[0.5, -0.5]]))
-
-
-def test_no_rows_give_zero_gradients():
-    weight, bias = torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True)
-    ops.layer_norm(torch.empty(0, 8), weight, bias).sum().backward()
-    assert torch.equal(weight.grad, torch.zeros(8))
-    assert torch.equal(bias.grad, torch.zeros(8))
-
-
 ROWS = torch.ones(3, 5)
 REFUSED = {
     "weight": (ops.layer_norm, (ROWS, torch.ones(4)), ShapeError, r"weight must be \(5,\), got \(4,\)"),
@@ -245,22 +203,6 @@ def test_per_sample_gradients_of_a_wider_weight():
 
 
 # --- rms_norm, and the residual add ----------------------------------------------------------------------------------
-@WIDTHS
-def test_rows_have_mean_square_1(width, interpreted):
-    y = ops.rms_norm(torch.randn(6, width) * 3 + 7)
-    torch.testing.assert_close(y.square().mean(-1), torch.ones(6), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("width", [33, 768, 1280, 20000])
-def test_rms_norm_is_torchs(width, interpreted):
-    x, weight = torch.randn(5, width), torch.randn(width)
-    torch.testing.assert_close(ops.rms_norm(x, weight, eps=1e-3), torch.rms_norm(x, (width,), weight, 1e-3))
-
-
-def test_rms_norm_does_not_centre(interpreted):
-    torch.testing.assert_close(ops.rms_norm(torch.full((2, 9), -4.0)), -torch.ones(2, 9))
-
-
 @pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

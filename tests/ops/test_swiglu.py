@@ -9,7 +9,6 @@ from op_checks import check_beside, ran
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._launch import Elementwise
 
 launch = importlib.import_module("accelerant.ops.swiglu")
 
@@ -74,17 +73,6 @@ def test_halves_of_one_matrix_given_apart(interpreted):
 def test_any_shape(shape):
     against_torch(torch.randn(shape), torch.randn(shape))
     against_torch(torch.randn(*shape[:-1], 2 * shape[-1]))
-
-
-@pytest.mark.parametrize("plan", [Elementwise(16, 1), Elementwise(2048, 8)], ids=str)
-def test_any_plan_gives_the_same(plan, interpreted):
-    gate, up, dy = torch.randn(3, 50), torch.randn(3, 50), torch.randn(3, 50)
-    x = torch.cat((gate, up), -1)
-    assert torch.equal(launch.launch_forward(gate, up, plan), launch.launch_forward(gate, up))
-    assert torch.equal(launch.launch_forward(x, None, plan), launch.launch_forward(gate, up))
-    expected = torch.cat(launch.launch_backward(dy, gate, up), -1)
-    assert torch.equal(torch.cat(launch.launch_backward(dy, gate, up, plan), -1), expected)
-    assert torch.equal(launch.launch_backward(dy, x, None, plan)[0], expected)
 
 
 def test_only_one_gradient(interpreted):

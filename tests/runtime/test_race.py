@@ -190,7 +190,7 @@ def test_another_begins_each_turn():
     assert ["".join(turns[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
 
 
-def test_obstacles():
+def test_obstacles(monkeypatch):
     x = torch.ones(2)
     assert obstacle(CPU, (x, None, 3, [x, torch.nn.Parameter(x)])) is None
     assert "plain" in obstacle(CPU, (x, (torch.ones(2, device="meta"),)))
@@ -202,9 +202,6 @@ def test_obstacles():
     seen = []
     torch.func.vmap(lambda y: (seen.append(obstacle(CPU, (y,))), y)[1])(torch.ones(2, 2))
     assert "transform" in seen[0]
-
-
-def test_no_race_while_torch_compiles(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert "compile" in obstacle(CPU, ())
 
