@@ -122,7 +122,7 @@ class PoissonBatches:
                 examples = len(index)
                 mask = None
                 if self._microbatch or not examples:
-                    mask = torch.arange(rows) < examples
+                    mask = torch.arange(rows, device="cpu") < examples
                     index = torch.cat([index, index.new_zeros(rows - examples)])
                 found = self._rows(index)
                 tensors = (found,) if isinstance(found, Tensor) else found
@@ -556,7 +556,7 @@ class Units:
         share = None
         if size > 1:
             own = None if self.groups is None else self.groups % size == rank
-            share = torch.arange(rank, rows, size) if own is None else own.nonzero().flatten()
+            share = torch.arange(rank, rows, size, device="cpu") if own is None else own.nonzero().flatten()
         if self.groups is None:
             sampler = PoissonSampler(rows if share is None else len(share), rate, steps=steps)
         else:

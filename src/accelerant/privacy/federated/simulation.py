@@ -122,10 +122,10 @@ def simulate(
     signing, keys = make_identities(clients)
     parties = [setup.client(i, key, keys, device=vector.device) for i, key in enumerate(signing)]
     generator = torch.Generator().manual_seed(seed)
-    shards = torch.randperm(len(inputs), generator=generator).to(inputs.device).tensor_split(clients)
+    shards = torch.randperm(len(inputs), generator=generator, device="cpu").to(inputs.device).tensor_split(clients)
 
     def update_of(i: int) -> tuple[Tensor, int]:
-        orders = (torch.randperm(len(shards[i]), generator=generator) for _ in range(local_epochs))
+        orders = (torch.randperm(len(shards[i]), generator=generator, device="cpu") for _ in range(local_epochs))
         batches = (rows for order in orders for rows in shards[i][order.to(inputs.device)].split(batch_size))
         return _trained(model, (inputs, targets), batches, learning_rate, loss) - vector, 1
 

@@ -112,7 +112,7 @@ def deal_truncations(of: Sharing, bits: int) -> list[Truncation]:
             f"truncation by {clipped(bits)} bits: wanted 1 to the shares' {of.fraction_bits} fraction bits, and plain "
             f"shares in bn254_fr or bls12_381_fr, got {of.field}"
         )
-    r = torch.zeros((*of.shape, chosen.limbs), dtype=torch.int64)
+    r = torch.zeros((*of.shape, chosen.limbs), dtype=torch.int64, device=_CPU)
     r[..., :_MASK_LIMBS] = _stream.words(2 * _MASK_LIMBS * math.prod(of.shape)).view(torch.int64).reshape(*of.shape, 3)
     dealt = _deal(of, r.view(torch.uint64)), _deal(of, _lowest(r, bits))
     return [Truncation(*shares, bits) for shares in zip(*dealt, strict=True)]

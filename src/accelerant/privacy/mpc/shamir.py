@@ -317,7 +317,9 @@ def zero_shares(sharing: Sharing, device: DeviceLike = "cpu") -> list[Share]:
     that the first commitments are all zeros: infinity, which commits to zero.
     """
     field = prime_field(sharing.field)
-    zeros = torch.zeros((*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1], dtype=torch.int64)
+    zeros = torch.zeros(
+        (*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1], dtype=torch.int64, device="cpu"
+    )
     chosen = find_device(device, torch_tensors=True)
     there = space_at(chosen) if serves(chosen.label) else None
     constant = field.array(zeros.to("cpu" if there else chosen.torch_device).view(torch.uint64))

@@ -220,6 +220,15 @@ def test_one_delta_is_stated_everywhere(tmp_path, kind):
             assert "No delta was chosen" not in str(statement)
 
 
+@pytest.mark.parametrize("options", [{}, {"groups": [row // 2 for row in range(40)]}, {"clipping": "adaptive"}])
+def test_torchs_default_device_may_be_another_than_the_models(options):
+    """As torch.set_default_device sets it: draws, masks and what the checks compare are the host's."""
+    model, data = mlp(), points()
+    with torch.device("meta"), private(model, 0.5, **options) as training:
+        train(training, data, 3, microbatch=8)
+        assert training.optimizer.steps == 3
+
+
 def test_a_closed_ledger_leaves_the_model_as_it_was(tmp_path):
     ledger, model = dp.PrivacyLedger(tmp_path / "privacy.jsonl"), mlp()
     ledger.close()

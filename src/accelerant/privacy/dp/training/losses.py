@@ -595,14 +595,15 @@ class _LossTrace(TorchFunctionMode):
 
     def _replacements(self, used: set[int], rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield indices in which every other row is one of two unlike rows, and which rows are kept."""
+        numbers = torch.arange(rows, device="cpu")
         for row in self._unlike(used, rows):
             for odd in (0, 1):
-                kept = torch.arange(rows) % 2 != odd
-                yield torch.where(kept, torch.arange(rows), row), kept
+                kept = numbers % 2 != odd
+                yield torch.where(kept, numbers, row), kept
 
     def _unlike(self, used: set[int], rows: int) -> list[int]:
         """Return two rows whose labels, masks and inputs have different sums; any two if all have the same."""
-        sums = torch.zeros(rows, dtype=torch.float64)
+        sums = torch.zeros(rows, dtype=torch.float64, device="cpu")
         for number, leaf in self._leaves.items():
             if number in used and leaf.rows and not leaf.result and leaf.tensor.shape[0] % rows == 0:
                 each = leaf.tensor.reshape(rows, -1)

@@ -125,7 +125,7 @@ class SeparationCheck:
         self._running = True  # the passes of the check call the model, too
         try:
             if mode.done:
-                some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)])
+                some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)], device="cpu")
                 self._refuse(_Passes(self._clipper, other, (args, kwargs)), [some])
                 return
             used, seen = self._check(other, (args, kwargs))
@@ -229,7 +229,8 @@ class _Passes:
     """
 
     def __init__(self, clipper: PerExampleClipper, other: Tensor, inputs: Any) -> None:
-        self._clipper, self._other, self.inputs, self._rows = clipper, other, inputs, torch.arange(len(other))
+        self._clipper, self._other, self.inputs = clipper, other, inputs
+        self._rows = torch.arange(len(other), device="cpu")
         self._device = clipper.parameters[0][1].device.type
         self.precise = False
         self.shared: Container[int] = ()
@@ -319,7 +320,7 @@ class _Passes:
     def takes_another_row(self, shared: Container[int] = ()) -> bool:
         """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
         try:
-            self._run(torch.arange(len(self._rows) + 1).clamp_(max=len(self._rows) - 1), shared)
+            self._run(torch.cat((self._rows, self._rows[-1:])), shared)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedCase):
@@ -421,15 +422,17 @@ def _patterns(rows: int) -> list[Tensor]:
     """Return masks of rows such that for every two rows some mask has the first and not the second."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= rows)
     codes = list(itertools.islice(itertools.combinations(range(count), count // 2), rows))
-    return [torch.tensor([bit in code for code in codes]) for bit in range(count)]
+    return [torch.tensor([bit in code for code in codes], device="cpu") for bit in range(count)]
 
 
 def _other_rows(inputs: Any, rows: int) -> Tensor | None:
     """Return for each row another that differs from it: row 0 or the first unlike it; None if all are equal."""
-    unlike = torch.zeros(rows, dtype=torch.bool)
+    unlike = torch.zeros(rows, dtype=torch.bool, device="cpu")
     for each in tensors_of(inputs):
         if each.shape[:1] == (rows,):
-            differs = each != each[:1] if each.layout == torch.strided else torch.arange(rows) > 0  # it is not compared
+            differs = (
+                each != each[:1] if each.layout == torch.strided else torch.arange(rows, device="cpu") > 0
+            )  # it is not compared
             unlike |= differs.unsqueeze(-1).flatten(1).any(1).cpu()
     return torch.where(unlike, 0, int(unlike.int().argmax())) if bool(unlike.any()) else None
 

@@ -126,7 +126,7 @@ class PrivateStep(GraphedStep):
 
     def _run_part(self, batch: DrawnBatch) -> Tensor:
         tensors = self._moved(batch.tensors)
-        mask = torch.ones(batch.rows, dtype=torch.bool) if batch.mask is None else batch.mask
+        mask = torch.ones(batch.rows, dtype=torch.bool, device="cpu") if batch.mask is None else batch.mask
         mask = mask.to(self._device, non_blocking=True)
         self._keep_sums()
         if not self._wants_graph:

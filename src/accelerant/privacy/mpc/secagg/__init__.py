@@ -90,7 +90,7 @@ def secure_aggregate(
     _check_alike(parts)
     first, place = parts[0], torch.device(find_device(device, torch_tensors=True).torch_device)
     updates = [
-        torch.cat([part[path].reshape(-1).to(place, torch.float64) for path in first] or [torch.zeros(0)])
+        torch.cat([part[path].reshape(-1).to(place, torch.float64) for path in first] or [torch.zeros(0, device=place)])
         for part in parts
     ]
     given = [1] * len(updates) if weights is None else np.asarray(weights).tolist()

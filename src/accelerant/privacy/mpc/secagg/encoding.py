@@ -104,7 +104,7 @@ def mask_sums(rows: Sequence[Sequence[SignedSeed]], n: int, device: torch.device
     if len(states):
         states[:, :8] = random.key_words(b"".join(seed for row in rows for seed, _ in row)).reshape(-1, 8)
         states[:, 10] = [sign & 0xFFFFFFFF for row in rows for _, sign in row]
-    starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64).to(device)
+    starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64, device=device)
     held = torch.from_numpy(states.view(np.int32)).to(device)
     blocks = -(-n // (random.BLOCK_WORDS * _PAD)) * _PAD
     total = blocks * len(rows)
