@@ -691,6 +691,49 @@ def test_a_small_call_enters_few_functions(call, most):
     assert calls_of(call) <= most + 1  # the lambda
 
 
+LOW, LOW_ROW = A.detach().bfloat16(), ROW.detach().bfloat16()
+
+
+@pytest.mark.parametrize(("call", "most"), [
+    (lambda: ops.softmax(A, dim=-1), 2), (lambda: ops.gelu(A, approximate="tanh"), 2),
+    (lambda: ops.layer_norm(A, (6,), ROW, B[0]), 5), (lambda: ops.layer_norm(A, ROW, bias=B[0]), 3),
+    (lambda: ops.layer_norm(LOW, LOW_ROW, LOW_ROW + 1), 3), (lambda: ops.rms_norm(LOW, (6,), LOW_ROW), 5),
+    (lambda: ops.cross_entropy(LOW, TARGETS), 4),
+], ids=[
+    "softmax", "gelu", "layer_norm, torch's order", "layer_norm", "bfloat16 layer_norm", "bfloat16 rms_norm",
+    "bfloat16 cross_entropy",
+])  # fmt: skip
+@torch.no_grad()
+def test_a_small_call_without_a_gradient_enters_few_functions(call, most):
+    for _ in range(5):
+        expected = call()
+    assert calls_of(call) <= most + 1  # the lambda
+    with force(dropout_fwd="torch"):  # whatever is forced, calls take the own way
+        assert torch.equal(call(), expected)
+
+
+def test_low_precision_is_torchs_where_no_gradient_is_recorded():
+    """torch adds the gradients of weight and bias up in their dtype."""
+    x, weight = (each.clone().requires_grad_() for each in (LOW, LOW_ROW))
+    for _ in range(6):
+        y = ops.layer_norm(x, weight)
+        with torch.no_grad():
+            torch.testing.assert_close(ops.layer_norm(x, weight), y, rtol=0, atol=0)
+    fresh = ops.layer_norm(x.detach(), weight)  # only the weight learns
+    (found,) = torch.autograd.grad(fresh.float().sum(), weight)
+    exact = torch.autograd.grad(F.layer_norm(x.detach().float(), (6,), (w := weight.float())).sum(), w)[0]
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=8e-3, atol=1e-6)
+
+
+def test_torchs_order_with_another_row_length_is_refused_after_calls_of_the_right_one():
+    for _ in range(6):
+        ops.layer_norm(A, (6,), ROW)
+    with pytest.raises(ShapeError, match=r"normalized_shape must be \(6,\), got \(5, 6\)"):
+        ops.layer_norm(A, (5, 6), ROW)
+    with pytest.raises(ShapeError, match=r"must be \(6,\), got \(5,\)"):
+        ops.layer_norm(A, (6,), drawn(5))
+
+
 def test_calls_of_alternating_shapes_enter_no_more_functions():
     x, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
     shapes = [x, x[:1], x[0]]

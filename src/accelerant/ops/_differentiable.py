@@ -68,6 +68,7 @@ class _Kind(NamedTuple):
     tensors: int
     check: Callable[..., bool]
     last: object
+    names: tuple[str, ...]
     grad: bool
     small: bool = False
     run: Callable[..., Any] | None = None
@@ -75,7 +76,7 @@ class _Kind(NamedTuple):
     apply: Callable[[tuple[Any, ...]], Any] | None = None
 
 
-_NO_KIND = tuple(_Kind(-1, -1, lambda *_: False, None, False))
+_NO_KIND = tuple(_Kind(-1, -1, lambda *_: False, None, (), False))
 
 
 def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -147,7 +148,7 @@ class CpuFastPath:
         self._function, self._bind, self._serves, self._serves_small = function, bind, serves, small
         self._few = sys.maxsize if any_size else SMALL
         self._any_layout, self._pure = any_layout, pure
-        self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}  # shape of a tensor -> options, their names, _Kind
+        self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}  # shape of a tensor -> options, _Kind
         self._recent: dict[str, Any] = {}  # "last" kind; the "usual" one, of two calls in a row, is compared first
         self._missed = 0
         self.thread = _ThreadState()
@@ -171,24 +172,25 @@ class CpuFastPath:
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
         """Decorate the op's public function."""
         name, known, recent = public.__name__, self._known, self._recent
+        takes_shape = "normalized_shape" in _library.TORCH_NAMES.get(name, ())
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> Any:
             if is_dynamo_compiling():
                 args, options = own_arguments(name, args, options)  # type: ignore[assignment]
                 return public(*args, **options)
-            grad, kind = is_grad_enabled(), recent.get("usual") or _NO_KIND
-            length, count, check, last, with_grad, small, run, record, _ = kind
+            grad, kind = is_grad_enabled(), recent.get("usual", _NO_KIND)
+            length, count, check, last, names, with_grad, small, run, record, _ = kind
+            values: tuple[Any, ...] = (*args, *options.values()) if options else args
             if not (
-                len(args) == length
-                and not options
+                len(values) == length
                 and grad is with_grad
-                and (check(*args) if length == count else args[-1] is last and check(*args[:-1]))
+                and (tuple(options) == names if options else not names)
+                and (check(*values) if length == count else values[-1] is last and check(*values[:-1]))
             ):
-                values: tuple[Any, ...] = (*args, *options.values()) if options else args
                 kinds = known.get(values[0].shape, ()) if values and type(values[0]) in _TENSORS else ()
-                for others, names, kind in kinds:
-                    length, count, check, _, with_grad, small, run, record, _ = kind
+                for others, kind in kinds:
+                    length, count, check, _, names, with_grad, small, run, record, _ = kind
                     if (
                         len(values) == length
                         and grad is with_grad
@@ -199,11 +201,16 @@ class CpuFastPath:
                         break
                 else:
                     tells = options or recorders or (args and type(args[0]) in _TENSORS)
+                    if takes_shape and tells and len(args) > 1 and type(args[1]) is tuple and not recorders:
+                        x: Any = args[0]
+                        named = "normalized_shape" in options or type(x) not in _TENSORS
+                        if not named and args[1] and args[1] == x.shape[-1:] and type(args[1][0]) is int:
+                            return call(x, *args[2:], **options)  # type: ignore[arg-type]  # torch's order
                     if tells or (len(args) > 1 and isinstance(args[1], _SIZES)):
                         return self._unrecognized(public, call, args, options)
                     return public(*args, **options)
-                again = kind is recent.get("last") and not names and len(others) < 2
-                recent["usual"], recent["last"] = kind if again else None, kind
+                again = kind is recent.get("last") and len(others) < 2
+                recent["usual"], recent["last"] = kind if again else _NO_KIND, kind
             asked = recorders or observers or choice_overrides or active_modes() or torch_wants_determinism()
             if asked or record is None or forward_ad._current_level >= 0 or (small and captures_ahead()):
                 return self._call(public, call, args, options, kind)
@@ -213,7 +220,7 @@ class CpuFastPath:
                 if grad:
                     record.recording += 1
                 try:
-                    return run(*args, **options)
+                    return run(*args, **options) if options else run(*args)
                 except _TORCH_ERRORS:
                     _ledger.discount(record, grad)  # the public function says what is wrong, in its own words
                 except BaseException:
@@ -359,9 +366,9 @@ class CpuFastPath:
             self._known.clear()
         self._recent.clear()
         check, grad = _check_of(tensors), is_grad_enabled()
-        kind = _Kind(len(values), len(tensors), check, values[-1], grad, small, **serves)
+        kind = _Kind(len(values), len(tensors), check, values[-1], tuple(options), grad, small, **serves)
         earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
-        self._known[tensors[0].shape] = ((others, tuple(options), tuple(kind)), *earlier)
+        self._known[tensors[0].shape] = ((others, tuple(kind)), *earlier)
 
 
 def _is_contiguous(x: Tensor) -> bool:

@@ -206,12 +206,14 @@ def mean_by_torch(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _torch_equivalent(logits: Tensor, targets: Tensor, *, inplace_backward: bool = False, **options: Any) -> Tensor:
+    if is_low(logits.dtype):
+        return functional.cross_entropy(logits.float(), targets, **options).to(logits.dtype)
     return functional.cross_entropy(logits, targets, **options)
 
 
 def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
-    """Return whether torch's functions give the same: with rows, in a dtype that the loss is computed in."""
-    return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
+    """Return whether torch's functions give the same: with rows, and targets of their type."""
+    return logits.dim() == 2 and logits.numel() > 0 and targets.dtype == torch.int64
 
 
 def _mean(logits: Tensor, targets: Tensor) -> Tensor:
@@ -220,9 +222,20 @@ def _mean(logits: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+def _low_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    return _mean(logits.float(), targets).to(logits.dtype)
+
+
+def _bound(logits: Tensor, *targets: Tensor, **options: Any) -> Callable[..., Tensor] | None:
+    if not options:
+        return _low_mean if is_low(logits.dtype) else _mean
+    own = is_low(logits.dtype) or not options.keys().isdisjoint(("targets", "inplace_backward"))
+    return None if own else functional.cross_entropy
+
+
 _cpu = CpuFastPath(
     _torch_equivalent,
-    bind=lambda logits, targets, **options: None if options else _mean,
+    bind=_bound,
     serves=_torch_serves,
     pure=True,
     args=(False, False),

@@ -536,16 +536,19 @@ def _one_dtype(*args: Any, **options: Any) -> bool:
     return len({x.dtype for x in (*args, *options.values()) if isinstance(x, Tensor)}) == 1
 
 
-def _all_wide(*args: Any, **options: Any) -> bool:
-    """Return whether all tensors are float32 or all float64, so that torch computes in their dtype on a CPU."""
-    wide = {torch.float32, torch.float64}
-    return _one_dtype(*args, **options) and all(
-        x.dtype in wide for x in (*args, *options.values()) if isinstance(x, Tensor)
-    )
+def _rounds_once(*args: Any, **options: Any) -> bool:
+    """Return whether torch's function gives the same on a CPU: one dtype, a wide one where gradients are recorded.
+
+    Torch sums the gradients of weight and bias over the rows in their dtype.
+    """
+    tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    wide = not recorded or tensors[0].dtype in (torch.float32, torch.float64)
+    return wide and _one_dtype(*args, **options)
 
 
 _layer_norm_cpu, _rms_norm_cpu, _add_layer_norm_cpu, _add_rms_norm_cpu = (
-    CpuFastPath(function, bind=bind, serves=_all_wide, small=_one_dtype, args=(False,))
+    CpuFastPath(function, bind=bind, serves=_rounds_once, small=_one_dtype, args=(False,))
     for function, bind in (
         (_torch_layer_norm, lambda x, *_, **__: partial(_torch_layer_norm, shape=x.shape[-1:])),
         (_torch_rms_norm, lambda x, *_, **__: partial(_torch_rms_norm, shape=x.shape[-1:])),
