@@ -149,15 +149,25 @@ def test_memory_of_a_graph_that_was_dropped_is_not_shared(model, monkeypatch):
     assert report.graphs["eager: a kernel is compiled"] == report.graphs["captured"] == 1
 
 
-@pytest.mark.parametrize(("values", "reads"), [([0, 2, 1, 2], False), ([3, 3, 3, 3], False), ([0, 5, 1, 4], True)])
-def test_bincount_does_not_read_its_length_in_a_capture(values, reads):
-    values, work = torch.tensor(values), capture.HostWork("cpu")
+@pytest.mark.parametrize(("counted", "reads"), [
+    (lambda x: torch.topk(x, 2).indices.reshape(-1), False),
+    (lambda x: x.topk(2, dim=-1)[1].view(-1).flatten(), False),
+    (lambda x: torch.topk(x[:, :3], 2, -1)[1].flatten(), False),  # a shorter row than minlength
+    (lambda x: torch.topk(x, 2, dim=0).indices.reshape(-1), True),  # of six rows
+    (lambda x: torch.topk(x, 2).indices.reshape(-1).add_(3), True),
+    (lambda x: torch.topk(x, 2).indices.reshape(-1) + 3, True),
+    (lambda x: x.reshape(-1).abs().long(), True),
+])  # fmt: skip
+def test_bincount_reads_its_length_in_a_capture_unless_a_selection_bounds_it(counted, reads):
+    x, work = torch.randn(6, 4), capture.HostWork("cpu")
 
     def counts():
-        return torch.bincount(values, minlength=4)
+        return torch.bincount(counted(x), minlength=4)
 
     with work.noted():
-        wanted = counts()
+        counts()
+    x.normal_()  # a replay's values are others
+    wanted = counts()
     with work.repeated(), profile() as ran:
         torch.testing.assert_close(counts(), wanted)
     assert any(event.key == "aten::bincount" for event in ran.key_averages()) is reads

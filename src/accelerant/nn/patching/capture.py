@@ -29,6 +29,8 @@ from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 _LARGEST_BYTES = 1 << 20  # of values that are kept on the device
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
+_SELECTIONS = (torch.topk, Tensor.topk)
+_RESHAPES = (Tensor.reshape, Tensor.view, Tensor.flatten, torch.reshape, torch.flatten)
 _LESS = (Tensor.__lt__, Tensor.lt, torch.lt)
 
 
@@ -37,18 +39,20 @@ class HostWork:
 
     Values that the host copies (`torch.tensor(0.0, device=x.device)`) are kept on the device, and copied from there in
     the capture. Draws that decide nothing (whether layers are left out, at probability 0) are repeated in each replay,
-    so that later draws are the same as without a graph. torch.bincount does not read how long its result is.
+    so that later draws are the same as without a graph. torch.bincount does not read how long its result is where it
+    counts indices of torch.topk over at most `minlength` elements, as losses of routing do: no replay has larger ones.
     """
 
     def __init__(self, device: str) -> None:
         self.draws = 0  # numbers that each call draws on the host, and that decide nothing
         self._device, self._constants = device, dict[Any, Tensor]()
-        self._decided, self._longer = True, False  # _longer: a result of bincount is longer than its minlength
+        self._decided = True
+        self._bounds = dict[int, tuple[weakref.ref[Tensor], int, int]]()  # indices -> limit, version
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what an eager call does inside the block."""
-        self.draws, self._decided, self._longer = 0, True, False
+        self.draws, self._decided = 0, True
         unused = dict[int, weakref.ref[Tensor]]()
 
         def note(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -62,8 +66,6 @@ class HostWork:
                 unused[id(result)] = weakref.ref(result)
             elif host is not None and result.device.type == self._device:
                 self._constants[_content(host)] = result.detach().clone()
-            elif func is torch.bincount:
-                self._longer |= result.numel() != kwargs.get("minlength")
             return result
 
         with _Calls(note):
@@ -89,14 +91,19 @@ class HostWork:
         """Copy what was noted from the device, inside the block, and leave the host's generator as it was."""
 
         def repeat(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-            if func is torch.bincount and len(args) == len(kwargs) == 1 and not self._longer:
-                return _counted(args[0], kwargs["minlength"])
+            if func is torch.bincount and len(args) == len(kwargs) == 1:
+                limit, length = self._limit(args[0]), kwargs.get("minlength")
+                if limit is not None and length is not None and limit <= length:
+                    return _counted(args[0], length)
+            if func in _SELECTIONS or func in _RESHAPES:
+                return self._bounded(func, args, kwargs)
             host = self._copied(func, args, kwargs)
             kept = None if host is None else self._constants.get(_content(host))
             if kept is None and host is not None and host.numel() == 1:  # only calls in a capture make this copy
                 return torch.full(host.shape, host.item(), dtype=host.dtype, device=self._device)
             return func(*self._indexed(func, args, note=False), **kwargs) if kept is None else kept.clone()
 
+        self._bounds.clear()
         with torch.random.fork_rng(devices=(), enabled=self.draws > 0), _Calls(repeat):
             yield
 
@@ -104,6 +111,24 @@ class HostWork:
         """Draw what a call draws."""
         for _ in range(self.draws):
             torch.rand([])
+
+    def _limit(self, values: Tensor) -> int | None:
+        """Return the number below which values are in every replay; None if that is not known."""
+        of, limit, version = self._bounds.get(id(values), (None, 0, 0))
+        return limit if of is not None and of() is values and values._version == version else None
+
+    def _bounded(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a selection or a change of shape, and note the limit of its indices."""
+        limit = self._limit(args[0]) if args and func in _RESHAPES else None
+        result = func(*args, **kwargs)
+        if func in _SELECTIONS and args:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            indices, limit = result[1], args[0].shape[dim] if args[0].dim() else 1
+        else:
+            indices = result
+        if limit is not None and not indices.is_inference():
+            self._bounds[id(indices)] = weakref.ref(indices), limit, indices._version
+        return result
 
     def _copied(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the values that a call copies from the host to the device, in its dtype; None if it does not."""
@@ -159,10 +184,9 @@ def _parsed(args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, tor
 
 
 def _counted(values: Tensor, length: int) -> Tensor:
-    """Return how many values are 0, 1, ... up to below a length, as torch.bincount, without a look at the largest."""
-    counts = torch.zeros(length + 1, dtype=torch.int64, device=values.device)
-    at = values.long().clamp(max=length)
-    return counts.scatter_add_(0, at, torch.ones_like(at))[:length]
+    """Return how many values, all below a length, are 0, 1, ..., as torch.bincount, without a look at the largest."""
+    counts = torch.zeros(length, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(0, values, torch.ones_like(values))
 
 
 def _is_certain(limit: object) -> bool:
