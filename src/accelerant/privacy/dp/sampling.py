@@ -385,18 +385,12 @@ class PoissonSampler:
         steps: draws of one iteration; None: endless.
         stream: used instead of the system's randomness; its key reveals every draw.
 
-    Attributes:
-        sample_rate: rounded down to a multiple of 2^-53: exactly the probability that is used.
-        draws: number of draws so far, by all iterations.
-        rows_per_unit: the most rows that a unit has in a draw: 1.
-        share: row numbers in the whole data of the rows that are drawn here, by one of several processes; None: all.
-
     Raises:
         ConfigError: an invalid value.
     """
 
     sampling: ClassVar[Literal["poisson"]] = "poisson"
-    rows_per_unit = 1
+    rows_per_unit = 1  # the most rows that a unit has in a draw
 
     def __init__(
         self, size: int, sample_rate: float, *, steps: int | None = None, stream: SecureStream | None = None
@@ -409,9 +403,9 @@ class PoissonSampler:
         self._threshold = math.floor(float(sample_rate) * 2**_BITS)
         if not self._threshold:
             raise ConfigError(f"sample_rate {sample_rate!r} is below 2^-{_BITS}: nothing would ever be drawn")
-        self.size, self.steps, self.draws = size, steps, 0
-        self.sample_rate = self._threshold / 2**_BITS
-        self.share: Tensor | None = None
+        self.size, self.steps, self.draws = size, steps, 0  # draws: so far, by all iterations
+        self.sample_rate = self._threshold / 2**_BITS  # rounded down: exactly the probability that is used
+        self.share: Tensor | None = None  # rows of the whole data that one of several processes draws from; None: all
         self._stream = stream
         self._block_bits = min(_BLOCK_BITS, math.floor(-math.log2(self.sample_rate)))
         self._rare: RareDraws | None = None

@@ -601,11 +601,6 @@ class AggregationServer:
     `receive` takes the clients' messages of a stage in any order. A message that is not as it must be raises and
     changes nothing: the caller drops it, and the client if it wants. `advance` ends the stage. With fewer clients than
     the threshold it raises ProtocolError, and the round is lost. The server holds no secrets of its own.
-
-    Attributes:
-        stage: the current one, a name of messages.STAGES, or "done".
-        alive: clients whose message of the last finished stage arrived.
-        stages: traffic and time so far.
     """
 
     def __init__(
@@ -620,8 +615,8 @@ class AggregationServer:
         self._context = setup.context(round_number, self._keys)
         self._stage = messages.ADVERTISE
         self._failed = False
-        self.alive: tuple[int, ...] = tuple(range(setup.clients))
-        self.stages = {name: StageReport() for name in messages.STAGES}
+        self.alive: tuple[int, ...] = tuple(range(setup.clients))  # whose message of the last finished stage arrived
+        self.stages = {name: StageReport() for name in messages.STAGES}  # traffic and time so far
         self._received: dict[int, Any] = {}
         self._public: dict[int, bytes] = {}  # mask keys of the members
         self._sealed: dict[int, dict[int, bytes]] = {}  # by sender, then receiver, of those that shared
@@ -634,7 +629,7 @@ class AggregationServer:
 
     @property
     def stage(self) -> str:
-        """The current stage."""
+        """The current stage, a name of messages.STAGES, "done" or "failed"."""
         return "failed" if self._failed else (*messages.STAGES, "done")[self._stage]
 
     def bind(self, about: bytes) -> None:
