@@ -1,4 +1,4 @@
-"""What the tests of attention's forward and backward kernels for Hopper share: shapes, and what both kernels refuse."""
+"""What the tests of the kernels for Hopper share: dtypes, and what attention's kernels take and refuse."""
 
 import torch
 

@@ -2,13 +2,11 @@
 
 import functools
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from op_checks import ran
+from hopper_cases import HALF, IDS
+from op_checks import disassembled, ran
 from torch.nn import functional
 
 from accelerant import ops
@@ -20,8 +18,6 @@ from accelerant.runtime.ledger import ledger
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
-HALF = (torch.bfloat16, torch.float16)
-IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 EACH_PLAN = pytest.mark.parametrize("plan", CUDA_PLANS, ids=str)
 
 
@@ -51,12 +47,7 @@ def test_code_stays_in_its_budget(plan, dtype, tanh, keep):
 @pytest.mark.slow
 @EACH_PLAN
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(plan).code)
-        file.flush()
-        text = subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    text = disassembled(compiled(plan).code)
     assert set(re.findall(r"HGMMA\.(64x\d+x16)\.F32\.BF16", text)) == {f"64x{plan.width}x16"}
     assert "UTMALDG.4D" in text
     assert "UTMASTG.4D" in text
