@@ -141,21 +141,33 @@ def command(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+_INDEXER = """
+import sys
+from accelerant.search import DocumentIndex
+with DocumentIndex(sys.argv[1], encoder=sys.argv[2], tokens=10) as index:
+    print(flush=True)
+    index.add(sys.argv[3], lambda share: print(share, flush=True))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_an_indexing_that_is_killed_goes_on(tmp_path, encoder, library):
-    for number in range(60):
-        (library / f"more{number}.txt").write_text(f"w{number % 60} " * 300 + f"w{number}")
+    for number in range(30):
+        (library / f"more{number}.txt").write_text(f"w{number} " * 300 + f"w{number}")
     arguments = ["rag", "index", library, "--index", tmp_path / "index", "--encoder", encoder, "--tokens", 10]
-    for wait in (4.0, 5.0, 6.0):
-        process = subprocess.Popen([sys.executable, "-m", "accelerant", *map(str, arguments)])
-        time.sleep(wait)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for written, wait in ((0, 0.05), (2, 0.05)):
+        command_line = [sys.executable, "-c", _INDEXER, tmp_path / "index", encoder, library]
+        with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(1 + written):
+                assert process.stdout.readline()
+            time.sleep(wait)
+            process.send_signal(signal.SIGKILL)
+            assert "1.0\n" not in process.stdout.readlines(), "it had ended"
     status, output, errors = command(*arguments, "--json")
     assert status == 0, errors
     done = json.loads(output)
-    assert (done["documents"], done["embedded"] + done["unchanged"]) == (63, 63)
+    assert (done["documents"], done["embedded"] + done["unchanged"]) == (33, 33)
     with DocumentIndex(tmp_path / "fresh", encoder=encoder, tokens=10) as fresh:
         assert fresh.add(library).chunks == done["chunks"]
 
