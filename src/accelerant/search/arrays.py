@@ -221,41 +221,69 @@ class Slots:
         ranks[order] = np.arange(len(ids))
         return cls(len(ids), ranks, order, ids[order])
 
+    def bools(self, marks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return marks (..., size) as bool."""
+        bits = marks.dtype == np.uint8
+        return np.unpackbits(marks, -1, self.size, "little").view(np.bool_) if bits else marks
+
     def rows_of(self, marks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the rows that are marked (size,), in the order of their slots."""
-        slots = np.flatnonzero(marks)
+        slots = np.flatnonzero(self.bools(marks))
         return slots if self.rows is None else self.rows[slots]
 
-    def marks(self, mask: Any, queries: int) -> np.ndarray[Any, Any] | None:
-        """Return which slots a mask by id selects, (size,) or (queries, size) bool; None for all."""
-        if mask is None:
-            return None
-        if isinstance(mask, np.ndarray) and mask.dtype == np.bool_:
-            given: Any = mask
-        else:
+    def marks(self, mask: Any, queries: int) -> np.ndarray[Any, Any]:
+        """Return which slots a mask by id selects, (size,) or (queries, size) bool, or as many bits in uint8.
+
+        Bits are for rows that lie in another order than their ids.
+        """
+        given = mask
+        if not isinstance(mask, np.ndarray) or mask.dtype.char not in "?B" or not mask.ndim:
             given = _parsed(mask, None)
             given = given if isinstance(given, range) else given.cpu().numpy()
-        names, marks = self.names, np.zeros(self.size, np.bool_)
+        packs = self.names is None and self.of_rows is not None and not self.holes
         if isinstance(given, range):
-            rows: Any = _of_range(given, self.size, None if names is None else torch.from_numpy(names)).rows
-            marks[slice(rows.start, max(rows.stop, rows.start)) if isinstance(rows, range) else rows.numpy()] = True
-        elif given.dtype == np.bool_:
+            return self._in_range(given, packs=packs)
+        if given.dtype.char in "?B":
             if given.shape[:-1] not in ((), (queries,)) or not given.ndim:
                 raise ShapeError(f"a mask must be (ids,) or ({queries}, ids), got {given.shape}")
-            short = max(self.size - given.shape[-1], 0) if names is None else 1
-            wide = np.pad(given, [(0, 0)] * (given.ndim - 1) + [(0, short)]) if short else given[..., : self.size]
-            marks = wide if names is None else wide[..., names.clip(max=given.shape[-1])]
-            marks = marks if marks.strides[-1] == 1 else np.ascontiguousarray(marks)
-        elif len(given) and self.size:
-            if names is not None:
-                at = np.searchsorted(names, given).clip(max=self.size - 1)
-                given = at[names[at] == given]
-            elif given.min() < 0 or given.max() >= self.size:
-                given = given[(given >= 0) & (given < self.size)]
-            marks[given] = True
-        if self.holes:
-            marks = marks & (np.asarray(self.rows) >= 0)
-        return marks
+            if given.dtype == np.uint8:
+                exact = packs and given.shape[-1] == -(-self.size // 8) and given.strides[-1] == 1
+                if exact and not (self.size % 8 and (given[..., -1] >> self.size % 8).any()):
+                    return given
+                given = np.unpackbits(given, -1, bitorder="little").view(np.bool_)
+            marks = self._of_ids(given)
+        else:
+            marks = np.zeros(self.size, np.bool_)
+            if len(given) and self.size:
+                if self.names is not None:
+                    at = np.searchsorted(self.names, given).clip(max=self.size - 1)
+                    given = at[self.names[at] == given]
+                elif given.min() < 0 or given.max() >= self.size:
+                    given = given[(given >= 0) & (given < self.size)]
+                marks[given] = True
+        return marks & (np.asarray(self.rows) >= 0) if self.holes else marks
+
+    def _of_ids(self, given: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return bools of ids (..., any number) as those of slots."""
+        short = max(self.size - given.shape[-1], 0) if self.names is None else 1
+        wide = np.pad(given, [(0, 0)] * (given.ndim - 1) + [(0, short)]) if short else given[..., : self.size]
+        marks = wide if self.names is None else wide[..., self.names.clip(max=given.shape[-1])]
+        return marks if marks.strides[-1] == 1 else np.ascontiguousarray(marks)
+
+    def _in_range(self, given: range, *, packs: bool) -> np.ndarray[Any, Any]:
+        names = self.names
+        rows: Any = _of_range(given, self.size, None if names is None else torch.from_numpy(names)).rows
+        if packs and isinstance(rows, range):
+            start, stop = rows.start, min(max(rows.stop, rows.start), self.size)
+            marks = np.zeros(-(-self.size // 8), np.uint8)
+            if start < stop:
+                marks[start >> 3 : (stop + 7) >> 3] = 255
+                marks[start >> 3] &= 255 << (start & 7) & 255
+                marks[(stop - 1) >> 3] &= 255 >> (-stop & 7)
+            return marks
+        marks = np.zeros(self.size, np.bool_)
+        marks[slice(rows.start, max(rows.stop, rows.start)) if isinstance(rows, range) else rows.numpy()] = True
+        return marks & (np.asarray(self.rows) >= 0) if self.holes else marks
 
 
 def _of_range(wanted: range, count: int, ids: Tensor | None) -> Selection:

@@ -44,7 +44,7 @@ _READERS, _SHARED = 64, 12_000
 
 
 Marks = np.ndarray[Any, Any] | None
-"""Slots that are chosen, (slots,) or (Q, slots) bool, or rows in any order; None for all."""
+"""Slots that are chosen, (slots,) or (Q, slots) bool or bits, or rows in any order; None for all."""
 
 Chosen = Selection | Marks
 
@@ -409,30 +409,33 @@ class Index:
         return Hits(back(scores), back(ids), back(counts))
 
     def _found(self, state: State, q: Any, k: int, nprobe: int | None, mask: Any) -> Hits:
-        count, lists = state.count, len(state.starts) - 1
-        if self._scans:
-            marks: Any = state.slots.marks(mask, len(q))
-            chosen: Chosen = marks
-            left: Any = count if marks is None else np.count_nonzero(marks, axis=None if marks.ndim == 1 else 1)
-        else:
+        count, lists, left = state.count, len(state.starts) - 1, state.count
+        chosen: Chosen = None
+        many: Any = None
+        """Vectors that each query's filter leaves, where they differ."""
+        if not self._scans:
             chosen = selection(mask, len(q), count, state.ids, by_id=True)
             left = count if chosen.rows is None else len(chosen.rows)
-            left = left if chosen.each is None else chosen.each.sum(1).cpu().numpy()
+            many = None if chosen.each is None else chosen.each.sum(1).cpu().numpy()
+        elif mask is not None:
+            chosen = state.slots.marks(mask, len(q))
+            if chosen.ndim == 1:
+                left = int(np.bitwise_count(chosen).sum() if chosen.dtype == np.uint8 else np.count_nonzero(chosen))
+            else:
+                many = np.count_nonzero(state.slots.bools(chosen), axis=1)
         if not count:
             return dense(state.ids, state.ids, state.ids.float(), len(q), k, smallest=False)
         if state.lists is None or lists < 1:
             return self._exactly(state, q, k, chosen)
         nprobe = min(int(nprobe or -(-lists // 8)), lists)
-        few: Any = left * lists <= nprobe * count if state.vectors is not None else False
-        if few is True or (few is not False and few.all()):
+        few = (left if many is None else many) * lists <= nprobe * count if state.vectors is not None else False
+        if few is True or (many is not None and np.all(few)):
             return self._exactly(state, q, k, chosen)
         hits = self._listed(state, q, k, nprobe, chosen)
-        if nprobe == lists or not len(q):
-            return hits
-        if few is False and isinstance(left, int) and min(hits.counts.tolist()) >= min(left, k):
+        if nprobe == lists or not len(q) or (many is None and int(hits.counts.min()) >= min(left, k)):
             return hits
         counts = hits.counts if isinstance(hits.counts, np.ndarray) else hits.counts.cpu().numpy()
-        which = np.flatnonzero((counts < np.minimum(left, k)) | few)
+        which = np.flatnonzero((counts < np.minimum(left if many is None else many, k)) | few)
         return hits if not len(which) else self._searched_again(state, q, k, chosen, hits, which)
 
     def _searched_again(self, state: State, q: Any, k: int, chosen: Chosen, hits: Hits, which: Any) -> Hits:
@@ -571,6 +574,7 @@ def _selected(state: State, marks: Marks) -> Selection:
     slots = state.slots
     if marks.ndim == 1:
         return Selection(torch.from_numpy(np.sort(slots.rows_of(marks))))
+    marks = slots.bools(marks)
     each = torch.from_numpy(marks if slots.of_rows is None else marks[:, slots.of_rows])
     return Selection(each.any(0).nonzero().squeeze(1), each)
 

@@ -9,7 +9,7 @@
 A quick score is that of a query and a row alone: in a tile a lane adds the products of one pair in the order of the
 elements, in a scan a row's sums lie in vectors of their own. So no result depends on the batch.
 
-A filter is a byte for each slot (lists.Scan), looked up for the rows of the lists that are read; the vectors that it
+A filter is a byte or a bit for each slot (lists.Scan), looked up for the rows of the lists that are read; the vectors that it
 hides are not. A scan reads blocks of 32 rows of a list: vectors, or codes. Codes of 4 bits look up tables of bytes by
 the processor's byte shuffle; a block has 16 bytes for each part, byte i has the codes of rows LANES[i] (low half) and
 LANES[i] + 16. The tables of a query are rounded to integers whose sums fit 16 bits. Codes of 8 bits gather from tables
@@ -23,6 +23,7 @@ Bound:  tiles multiply-add units; scan memory for vectors, shuffles for codes of
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Iterator, Sequence
 
 from accelerant.runtime import registry
@@ -78,7 +79,7 @@ def compiled(name: str, *options: str) -> tuple[ComputeProvider, Kernel]:
     if name == "scan":
         options = (*options, shuffle)
     write, arguments = _WRITERS[name]
-    kinds = ("*" if each.startswith("ptr") and name != "scan" else "i64" for each in arguments)  # scan: addresses
+    kinds = ("*" if each.startswith("ptr") and name != "scan" else "i64" for each in arguments)  # scan: an address
     builder = LlvmProgram(
         (name, options, lanes), ("search/llvm_kernels.py",), functools.partial(write, lanes, *options),
         least_share=32 if name == "pairs" else 1,
@@ -287,10 +288,14 @@ FIELDS = {
 
 _SCAN = (
     "ptr noalias readonly %plan", "ptr noalias readonly %q", "ptr noalias readonly %marks", "i64 %of_query",
-    "ptr noalias readonly %given", "i64 %number", "ptr noalias readonly %products", "ptr noalias %scratch", "i64 %size",
-    "i64 %wanted", "i64 %room", "i64 %nprobe", "i64 %k", "i64 %d", "ptr noalias %scores", "ptr noalias %ids",
-    "ptr noalias %counts",
+    "i64 %shift", "ptr noalias readonly %given", "i64 %number", "ptr noalias readonly %products",
+    "ptr noalias %scratch", "i64 %size", "i64 %wanted", "i64 %room", "i64 %nprobe", "i64 %k", "i64 %d",
+    "ptr noalias %scores", "ptr noalias %ids", "ptr noalias %counts",
 )  # fmt: skip
+CALL = struct.Struct(f"{len(_SCAN)}q")
+_CALL = ("ptr noalias readonly %call",)
+"""The argument of a scan: one address is passed in less time than 18 numbers."""
+
 _SCAN_BLOCKS = (
     "ptr noalias readonly %plan", "ptr noalias readonly %q", "ptr noalias readonly %probes",
     "ptr noalias readonly %offsets", "ptr noalias readonly %limits", "ptr noalias readonly %margins",
@@ -300,10 +305,14 @@ _SCAN_BLOCKS = (
 
 
 def _scan(lanes: int, kind: str, metric: str, source: str, shuffle: str) -> str:
-    code = _begun("scan", _SCAN)
+    code = FunctionBuilder("ranked", ["i64 %begin", "i64 %end", *_SCAN])
     _ScanWriter(code, lanes, kind, metric, shuffle).ranked(decodes=source == "codes")
     code.ret()
-    return program([_kept(lanes), _sorted(), code])
+    entry = _begun("scan", _CALL)
+    fields = (entry.load(each.partition(" ")[0], entry.at("i64", "%call", i)) for i, each in enumerate(_SCAN))
+    entry.call("void", "ranked", "%begin", "%end", *fields)
+    entry.ret()
+    return program([_kept(lanes), _sorted(), code, entry])
 
 
 def _scan_blocks(lanes: int, metric: str) -> str:
@@ -488,10 +497,11 @@ class _ScanWriter:
                 continue
             word.set(0)
             with code.loop(0, code.smin(left, ROWS)) as lane:
-                mark = code.load("i8", seen, code.load("i64", slots, code.i64("add", first, lane)))
-                bit = code(f"zext i1 {code.compare('ne', mark, 0)} to i32", "i32")
-                shift = code.convert("trunc", lane, "i32")
-                word.set(code.op("or", word.get(), code.op("shl", bit, shift)))
+                slot = code.load("i64", slots, code.i64("add", first, lane))
+                byte = code.convert("zext", code.load("i8", seen, code.i64("lshr", slot, "%shift")), "i64")
+                place = code.i64("and", slot, code.i64("sub", code.i64("shl", 1, "%shift"), 1))
+                bit = code.i64("and", code.i64("lshr", byte, place), 1)
+                word.set(code.op("or", word.get(), code.convert("trunc", code.i64("shl", bit, lane), "i32")))
 
     def _append(self, word: Variable, first: Value) -> None:
         """Append the rows of a word's bits to those that wait for their scores."""
@@ -775,18 +785,21 @@ class _ScanWriter:
 
     def _products(self, q: Value, columns: Value, d: Operand, count: Operand, y: Value) -> None:
         """Append products with vectors in columns (d, count), a multiple of 16 of them, element after element."""
-        code = self.code
-        with code.loop(0, count, 16) as column:
-            totals = [code.variable(self.real, 0.0) for _ in range(16 // self.lanes)]
-            with code.loop(0, d) as j:
-                x = code.broadcast(code.load("float", q, j), self.lanes)
-                line = code.i64("add", code.i64("mul", j, count), column)
+        code, first = self.code, Value("0", "i64")
+        for width in (64, 16):  # sums of 64 columns hide the latency of each
+            stop = code.i64("and", count, -width)
+            with code.loop(first, stop, width) as column:
+                totals = [code.variable(self.real, 0.0) for _ in range(width // self.lanes)]
+                with code.loop(0, d) as j:
+                    x = code.broadcast(code.load("float", q, j), self.lanes)
+                    line = code.i64("add", code.i64("mul", j, count), column)
+                    for i, total in enumerate(totals):
+                        some = _at(code, self.real, columns, code.i64("add", line, i * self.lanes))
+                        total.set(_fma(code, x, some, total.get()))
                 for i, total in enumerate(totals):
-                    some = _at(code, self.real, columns, code.i64("add", line, i * self.lanes))
-                    total.set(_fma(code, x, some, total.get()))
-            for i, total in enumerate(totals):
-                to = code.at("float", y, code.i64("add", column, i * self.lanes))
-                code.store(self.real, total.get(), to, align=4)
+                    to = code.at("float", y, code.i64("add", column, i * self.lanes))
+                    code.store(self.real, total.get(), to, align=4)
+            first = stop
 
     def _joined(self, way: str, found: list[Value]) -> Value:
         """Append the least or the largest lane of some vectors."""
@@ -880,6 +893,6 @@ def _ordered(code: FunctionBuilder, bits: Value) -> Value:
 
 
 _WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "tiles": (_tiles, _TILES), "scan": (_scan, _SCAN), "scan_blocks": (_scan_blocks, _SCAN_BLOCKS),
+    "tiles": (_tiles, _TILES), "scan": (_scan, _CALL), "scan_blocks": (_scan_blocks, _SCAN_BLOCKS),
     "pairs": (_pairs, _PAIRS),
 }  # fmt: skip
