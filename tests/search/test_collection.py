@@ -167,6 +167,20 @@ def test_old_lists_answer_while_new_ones_are_built(tmp_path, monkeypatch):
         assert made.search(x[[17, 2017]], 1).ids == [[17], [2017]]
 
 
+_LEFT_OPEN = """
+import sys
+import numpy as np
+from accelerant.search import Collection
+made = Collection(sys.argv[1], dim=16, kind="ivf")
+made.upsert(range(60_000), np.random.default_rng(0).standard_normal((60_000, 16)))
+assert made._builder.is_alive()
+"""
+
+
+def test_a_process_may_end_while_lists_are_built(tmp_path):
+    subprocess.run([sys.executable, "-c", _LEFT_OPEN, str(tmp_path)], check=True)
+
+
 @pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
 def test_answers_equal_qdrants_exact_mode(tmp_path, metric):
     with Collection(tmp_path, dim=DIM, metric=metric) as collection:

@@ -569,3 +569,25 @@ def test_ids_at_the_end_of_int64_and_beyond():
         index.search(x[0], mask=slice(0.5, None))
     assert index.remove([5, 2**64, -1]) == index.remove({7, 2**70}) == 1
     assert index.ids.tolist() == [last]
+
+
+@pytest.mark.parametrize("count", [1000, 1003])
+def test_bits_and_ranges_select_what_bools_do(count):
+    random = np.random.default_rng(count)
+    x = random.standard_normal((count, 8)).astype(np.float32)
+    index = Index(8, kind="ivf", lists=16)
+    index.add(x)
+    assert index._state.slots.of_rows is not None  # rows lie in another order than their ids
+    for queries in (1, 5, 20):
+        for _ in range(10):
+            bools = random.random((queries, count)) < random.choice([0.05, 0.5])
+            more = np.pad(bools, ((0, 0), (0, 13)), constant_values=True)  # of ids that no row has
+            start, stop = sorted(random.integers(0, count + 9, 2).tolist())
+            inside = np.isin(np.arange(count), range(start, stop))
+            for form, same in (
+                (np.packbits(bools, 1, "little"), bools), (np.packbits(bools[0], 0, "little"), bools[0]),
+                (np.packbits(more, 1, "little"), bools), (range(start, stop), inside), (slice(start, stop), inside),
+            ):  # fmt: skip
+                found, wanted = (index.search(x[:queries], 10, nprobe=2, mask=mask) for mask in (form, same))
+                for a, b in (*zip(found, wanted, strict=True), (found.counts, wanted.counts)):
+                    np.testing.assert_array_equal(a, b)

@@ -249,7 +249,7 @@ class Slots:
             if given.dtype == np.uint8:
                 exact = packs and given.shape[-1] == -(-self.size // 8) and given.strides[-1] == 1
                 if exact and not (self.size % 8 and (given[..., -1] >> self.size % 8).any()):
-                    return given
+                    return np.asarray(given)
                 given = np.unpackbits(given, -1, bitorder="little").view(np.bool_)
             marks = self._of_ids(given)
         else:
@@ -261,7 +261,7 @@ class Slots:
                 elif given.min() < 0 or given.max() >= self.size:
                     given = given[(given >= 0) & (given < self.size)]
                 marks[given] = True
-        return marks & (np.asarray(self.rows) >= 0) if self.holes else marks
+        return np.logical_and(marks, np.asarray(self.rows) >= 0) if self.holes else marks
 
     def _of_ids(self, given: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return bools of ids (..., any number) as those of slots."""

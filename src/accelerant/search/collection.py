@@ -317,7 +317,7 @@ class Collection:
         if self.kind == "flat" or mirror.size - mirror.dead < LEAST or (builder is not None and builder.is_alive()):
             return
         if mirror.lists is None or mirror.lists.outdated(mirror.alive):
-            self._builder = threading.Thread(target=self.build, name="accelerant-lists")  # the end of the process waits for it
+            self._builder = threading.Thread(target=self.build, name="accelerant-lists")  # an exit waits for it
             self._builder.start()
 
     def _save_lists(self) -> None:
