@@ -12,8 +12,8 @@ elements, in a scan a row's sums lie in vectors of their own. So no result depen
 A filter is a byte or a bit for each slot (lists.Scan), looked up for the rows of the lists that are read; the vectors
 that it hides are not. A scan reads blocks of 32 rows of a list: vectors, or codes. Codes of 4 bits look up tables of
 bytes by the processor's byte shuffle; a block has 16 bytes for each part, byte i has the codes of rows LANES[i] (low
-half) and LANES[i] + 16. The tables of a query are rounded to integers whose sums fit 16 bits. Codes of 8 bits gather from tables
-of float32.
+half) and LANES[i] + 16. The tables of a query are rounded to integers whose sums fit 16 bits. Codes of 8 bits gather
+from tables of float32.
 
 Source: Andre, Kermarrec and Le Scouarnec 2015, "Cache locality is not enough: high-performance nearest neighbor search
 with product quantization fast scan"; the order of codes is that of FAISS's files.
