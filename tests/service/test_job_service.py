@@ -157,6 +157,9 @@ async def test_a_job_is_private_and_its_inputs_are_wiped(running, settings):
         assert (job.state, job.progress, job.error, job.attempts) == (JobState.SUCCEEDED, 1.0, None, 1)
         np.testing.assert_array_equal((await service.result(job.id, "key"))["y"], X + 1)
         await only(service, "result.1")
+        async with asyncio.timeout(60.0):
+            while (service._folder(job.id) / "work").exists():
+                await asyncio.sleep(0.02)
         folders = [settings.directory, *settings.directory.rglob("*")]
         assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders if path.name != "volume")
 

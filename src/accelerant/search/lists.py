@@ -247,7 +247,7 @@ def address(x: Tensor | Keys | None) -> int:
 
 
 class _Memory(threading.local):
-    """What a thread's scans of few queries write to, and the argument of all of them."""
+    """Arrays to which a thread's scans of few queries write, and the argument of all of them."""
 
     def __init__(self) -> None:
         self.call = ctypes.create_string_buffer(CALL.size)
