@@ -64,15 +64,25 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnBatch:
-    """A draw, or a part of one; each is used once, and equal to itself alone."""
+    """A draw, or a part of one; each is used once, and equal to itself alone.
 
-    tensors: Any = field(repr=False)  # a tuple of tensors, or a mapping if the data are one; dimension 0 is the row
-    mask: Tensor | None = field(repr=False)  # (rows,) bool, the rows that were drawn; None: all. Padding must not count
-    last: bool  # whether it is the draw's last part, after which optimizer.step() follows
-    examples: int  # number of rows that were drawn
-    rows: int  # of the tensors, including padding
-    draw: Draw | None = field(default=None, repr=False)  # of all its parts; None: it is a batch of the user's own
-    sampler: Any = field(default=None, repr=False)  # that drew it; None if unknown
+    Attributes:
+        tensors: a tuple of tensors, or a mapping if the data are one; dimension 0 is the row.
+        mask: (rows,) bool, the rows that were drawn; None if all were. The others are padding, which must not count.
+        last: whether it is the draw's last part, after which optimizer.step() follows.
+        examples: number of rows that were drawn.
+        rows: rows of the tensors, including padding.
+        draw: the same for all parts of one draw; None if unknown: then it is taken for a batch of the user's own.
+        sampler: that drew it; None if unknown.
+    """
+
+    tensors: Any = field(repr=False)
+    mask: Tensor | None = field(repr=False)
+    last: bool
+    examples: int
+    rows: int
+    draw: Draw | None = field(default=None, repr=False)
+    sampler: Any = field(default=None, repr=False)
 
 
 class PoissonBatches:
@@ -385,12 +395,18 @@ class PoissonSampler:
         steps: draws of one iteration; None: endless.
         stream: used instead of the system's randomness; its key reveals every draw.
 
+    Attributes:
+        sample_rate: rounded down to a multiple of 2^-53: exactly the probability that is used.
+        draws: number of draws so far, by all iterations.
+        rows_per_unit: the most rows that a unit has in a draw: 1.
+        share: row numbers in the whole data of the rows that are drawn here, by one of several processes; None: all.
+
     Raises:
         ConfigError: an invalid value.
     """
 
     sampling: ClassVar[Literal["poisson"]] = "poisson"
-    rows_per_unit = 1  # the most rows that a unit has in a draw
+    rows_per_unit = 1
 
     def __init__(
         self, size: int, sample_rate: float, *, steps: int | None = None, stream: SecureStream | None = None

@@ -138,7 +138,10 @@ def _switching_key(scheme: Scheme, stream: SecureStream, secret: Any, target: Wo
 class PublicKey:
     """A key that encrypts, with those for products and rotations.
 
-    Its `fingerprint` is SHA-256 of parameters and key, 32 bytes, without the keys for products and rotations.
+    Attributes:
+        parameters: n, plain modulus, security.
+        space: the memory of the device that computes.
+        fingerprint: SHA-256 of parameters and key, 32 bytes, without the keys for products and rotations.
     """
 
     def __init__(

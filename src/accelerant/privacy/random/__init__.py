@@ -106,6 +106,9 @@ class SecureStream:
     Args:
         key: 32 bytes, for tests; by default from os.urandom. Two streams of one key repeat one another.
 
+    Attributes:
+        states: keys and counters in the memory of CUDA devices, by device index (`take`).
+
     Trust: the key is in this process's memory, and in the memory of each device that draws; a reader of either knows
     the stream. Neither repr nor errors show it.
     """

@@ -239,14 +239,18 @@ _Rule = TypeVar("_Rule", bound="type[LayerRule]")
 class LayerRule(ABC):
     """Per-example gradients of one kind of layer; one instance for each attached layer.
 
-    `layers` are the classes it covers, or "package.module:Class" for packages that may be absent. A subclass of a
-    covered class is covered unless it has its own `forward`; a class named by its path is covered exactly.
+    Attributes:
+        layers: the classes it covers, or "package.module:Class" for packages that may be absent. A subclass of a
+            covered class is covered unless it has its own `forward`; a class named by its path is covered exactly.
+        covers_children: whether the layer's forward uses parameters of its submodules, too.
+        has_states: whether its results and arguments after the first have the examples in dimension 1.
+        shares: whether its result may be one that all examples share, as that of an Embedding for positions.
     """
 
     layers: ClassVar[tuple[type[nn.Module] | str, ...]] = ()
-    covers_children: ClassVar[bool] = False  # the layer's forward uses parameters of its submodules, too
-    has_states: ClassVar[bool] = False  # results and arguments after the first have the examples in dimension 1
-    shares: ClassVar[bool] = False  # a result may be one that all examples share, as an Embedding's for positions
+    covers_children: ClassVar[bool] = False
+    has_states: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, sink: PerExampleSink, plain: Forward) -> None:
         self.module: Any = module

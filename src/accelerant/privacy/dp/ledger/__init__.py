@@ -530,27 +530,45 @@ _SAMPLINGS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyStatement:
-    """A ledger's statement; `str` gives text, `to_json` and `to_markdown` the same for machines and documents."""
+    """A ledger's statement; `str` gives text, `to_json` and `to_markdown` the same for machines and documents.
+
+    Attributes:
+        relation: the neighbouring relation in words.
+        epsilon: at delta, by privacy loss distributions; may be infinite.
+        epsilon_rdp: the cross-check by Renyi divergence, an upper bound as well.
+        reason: why epsilon is infinite, or empty.
+        meaning: of epsilon and delta, in one sentence.
+        units: about how many the data have; None if it was not recorded.
+        others: (delta, epsilon) at other deltas that were chosen, by a budget or a training.
+        charged_delta: the part of delta that cut tails and rounding take.
+        budget: (epsilon, delta, method), or None.
+        events: equal ones as one with its count.
+        datasets: the names that were given.
+        runs: of the file, in order: time, dataset, releases, closed, versions.
+        covered, not_covered: what epsilon is of, and what it is not, in words.
+        remarks: assumptions, in words.
+        versions: of the libraries that computed the statement.
+    """
 
     unit: str
     neighbouring: str
-    relation: str  # the neighbouring relation in words
+    relation: str
     delta: float
-    epsilon: float  # at delta, by privacy loss distributions; may be infinite
-    epsilon_rdp: float  # the cross-check by Renyi divergence, an upper bound as well
-    reason: str  # why epsilon is infinite, or empty
-    meaning: str  # of epsilon and delta, in one sentence
-    units: int | None  # about how many the data have; None if it was not recorded
-    others: tuple[tuple[float, float], ...]  # (delta, epsilon) at other deltas that a budget or a training chose
-    charged_delta: float  # the part of delta that cut tails and rounding take
-    budget: tuple[float, float, str] | None  # (epsilon, delta, method)
-    events: tuple[PrivacyEvent, ...]  # equal ones as one with its count
-    datasets: tuple[str, ...]  # the names that were given
-    runs: tuple[dict[str, Any], ...]  # of the file, in order: time, dataset, releases, closed, versions
-    covered: tuple[str, ...]  # what epsilon is of, in words
-    not_covered: tuple[str, ...]  # what it is not of
-    remarks: tuple[str, ...]  # assumptions, in words
-    versions: dict[str, str]  # of the libraries that computed the statement
+    epsilon: float
+    epsilon_rdp: float
+    reason: str
+    meaning: str
+    units: int | None
+    others: tuple[tuple[float, float], ...]
+    charged_delta: float
+    budget: tuple[float, float, str] | None
+    events: tuple[PrivacyEvent, ...]
+    datasets: tuple[str, ...]
+    runs: tuple[dict[str, Any], ...]
+    covered: tuple[str, ...]
+    not_covered: tuple[str, ...]
+    remarks: tuple[str, ...]
+    versions: dict[str, str]
 
     def __str__(self) -> str:
         lines = [f"{name}: {escaped(value)}" for name, value in self._facts()]  # a name must not look like a line

@@ -286,9 +286,13 @@ _LOW = 0xFFFFFFFF
 
 
 class NoiseSource(ABC):
-    """Adds noise to tensors in place."""
+    """Adds noise to tensors in place.
 
-    secure: bool  # whether a privacy proof holds for the noise, drawn on a grid from a cryptographic generator
+    Attributes:
+        secure: whether a privacy proof holds for the noise, drawn on a grid from a cryptographic generator.
+    """
+
+    secure: bool
     name: str
 
     @abstractmethod

@@ -54,15 +54,21 @@ _LARGEST_CHANGE = 2.0  # Limit of a step's change, in natural logarithms: with f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveClipping:
-    """Settings of a clipping norm that follows the norms of the gradients; ConfigError for an invalid value.
+    """Settings of a clipping norm that follows the norms of the gradients.
 
-    Without a deviation of the noise on the count it is the larger of a twentieth of the expected batch size (as the
-    paper has it) and 2.5 times the noise multiplier.
+    Attributes:
+        quantile: of the norms, to which the clipping norm moves; above 0 and below 1.
+        learning_rate: of the geometric update.
+        count_std: standard deviation of the noise on the count; None: the larger of a twentieth of the expected batch
+            size (as the paper has it) and 2.5 times the noise multiplier.
+
+    Raises:
+        ConfigError: an invalid value.
     """
 
-    quantile: float = 0.5  # of the norms, to which the clipping norm moves; above 0 and below 1
-    learning_rate: float = 0.2  # of the geometric update
-    count_std: float | None = None  # standard deviation of the noise on the count
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_std: float | None = None
 
     def __post_init__(self) -> None:
         check_number("quantile", self.quantile, most=1.0)
@@ -207,6 +213,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
     loop works unchanged; `stepped` tells which it was. Other attributes of the wrapped optimizer (its own clipping of
     the noisy mean, `grad_norm`) are reached through this object.
 
+    Attributes:
+        stepped: whether the last call of `step` made one.
+        separation: checks the first batch's examples.
+        losses: checks that the loss treats each example by itself.
+        grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
+        precision: of `PrivateStep`'s autocast; None without one.
+        sums: of clipped gradients, by their parameter's identity.
     """
 
     _step_supports_amp_scaling = True  # so that a GradScaler shows itself to step, which refuses it

@@ -678,7 +678,11 @@ class PrivacyEngine:
         accountant: "prv" or "pld", privacy loss distributions, or "rdp". "gdp", which may underestimate epsilon, is
             refused.
         secure_mode: accepted as Opacus has it; the noise is always cryptographic.
-        ledger: a PrivacyLedger or its file, of all trainings of this engine; None: in memory. An attribute, too.
+        ledger: a PrivacyLedger or its file, of all trainings of this engine; None: in memory.
+
+    Attributes:
+        ledger: what was spent.
+        accountant: the engine itself, which has `get_epsilon`.
 
     Raises:
         ConfigError: an unknown accountant, or an error of PrivacyLedger.

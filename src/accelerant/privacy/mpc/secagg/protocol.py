@@ -601,6 +601,11 @@ class AggregationServer:
     `receive` takes the clients' messages of a stage in any order. A message that is not as it must be raises and
     changes nothing: the caller drops it, and the client if it wants. `advance` ends the stage. With fewer clients than
     the threshold it raises ProtocolError, and the round is lost. The server holds no secrets of its own.
+
+    Attributes:
+        stage: the current one, a name of messages.STAGES, or "done".
+        alive: clients whose message of the last finished stage arrived.
+        stages: traffic and time so far.
     """
 
     def __init__(
