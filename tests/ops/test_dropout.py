@@ -329,3 +329,8 @@ X = torch.ones(3)
 def test_refuses(x, p, seed, error, words):
     with pytest.raises(error, match=words):
         ops.dropout(x, p, seed=seed)
+
+
+def test_seeded_is_the_same_without_triton(uninterpreted):
+    assert (kept(ops.dropout(torch.ones(5000), 0.3, seed=9)) == keep_reference(5000, 0.3, 9)).all()
+    assert ran() == {"llvm"}

@@ -248,3 +248,9 @@ def test_pair_not_a_number_as_torch(op, interpreted):
 def test_refuses(op, a, b, error, words):
     with pytest.raises(error, match=words.replace("{op}", op)):
         getattr(ops, op)(a, b)
+
+
+def test_gradient_of_relu_at_0(interpreted):
+    x = torch.tensor([-1.0, -0.0, 0.0, 1.0], requires_grad=True)
+    ops.relu(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0, 0.0, 1.0]

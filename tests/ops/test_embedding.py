@@ -172,3 +172,11 @@ ZERO, TABLE = torch.tensor([0]), torch.ones(5, 3)
 def test_refuses(indices, weight, options, error, words):
     with pytest.raises(error, match=words):
         ops.embedding(indices, weight, **options)
+
+
+def test_low_precision_adds_in_float32_without_kernels(uninterpreted):
+    weight = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.full((301, 8), 2.0**-9, dtype=torch.bfloat16)
+    dy[0] = 1
+    ops.embedding(torch.zeros(301, dtype=torch.int64), weight).backward(dy)
+    assert (weight.grad[0] == torch.tensor(1 + 300 * 2.0**-9).bfloat16()).all()

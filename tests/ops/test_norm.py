@@ -352,3 +352,10 @@ def test_each_refuses_in_its_own_name(op):
         call(torch.tensor(1.0), *(torch.tensor(1.0) for _ in more))
     with pytest.raises(ShapeError, match=r"weight must be \(5,\), got \(6,\)"):
         call(x, *more, torch.ones(6))
+
+
+def test_no_rows_give_zero_gradients():
+    weight, bias = torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True)
+    ops.layer_norm(torch.empty(0, 8), weight, bias).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(8))
+    assert torch.equal(bias.grad, torch.zeros(8))

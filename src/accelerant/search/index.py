@@ -411,8 +411,7 @@ class Index:
     def _found(self, state: State, q: Any, k: int, nprobe: int | None, mask: Any) -> Hits:
         count, lists, left = state.count, len(state.starts) - 1, state.count
         chosen: Chosen = None
-        many: Any = None
-        """Vectors that each query's filter leaves, where they differ."""
+        many: Any = None  # vectors that each query's filter leaves, where filters differ
         if not self._scans:
             chosen = selection(mask, len(q), count, state.ids, by_id=True)
             left = count if chosen.rows is None else len(chosen.rows)
