@@ -186,9 +186,12 @@ main(["devices"])
 """
 
 
-@pytest.mark.parametrize("name", ["numpy._core.multiarray", pytest.param("torch._tensor", marks=pytest.mark.slow)])
-def test_ctrl_c_while_numpy_or_torch_is_imported_ends_the_process_at_once(name):
-    """Their half-imported modules would recurse, or abort the process, with an exception under way."""
+@pytest.mark.parametrize(
+    "name",
+    ["numpy._core.multiarray", *(pytest.param(n, marks=pytest.mark.slow) for n in ("torch._tensor", "pyopencl.tools"))],
+)
+def test_ctrl_c_while_a_module_is_imported_ends_the_process_at_once(name):
+    """Half-imported modules of libraries would recurse, or abort the process, with an exception under way."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     ended = subprocess.run(
         [sys.executable, "-c", INTERRUPTED.format(name=name)], env=environment, capture_output=True, text=True

@@ -91,12 +91,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; while NumPy or torch is being imported, end the process.
+    """Raise KeyboardInterrupt; while a module is being imported, end the process.
 
-    They abort the process, or recurse, where an exception leaves their modules half imported.
+    Libraries abort the process, or recurse, where an exception leaves their modules half imported.
     """
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("numpy", "torch") and getattr(module.__spec__, "_initializing", False):
+    for module in list(sys.modules.values()):
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
             os.write(2, b"accelerant: interrupted\n")
             os._exit(130)
     signal.default_int_handler(number, frame)
