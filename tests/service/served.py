@@ -25,6 +25,7 @@ class Operation:
 class Parameters(pydantic.BaseModel, extra="forbid"):
     seconds: float = 0.0
     steps: int = 1
+    until: str = ""  # a file for which the operation waits, so that a test decides when it ends
     once: str = ""  # a file: what is to happen once happens if it is not there yet
     log: str = ""  # a file to which each run adds a line
     how: str = ""
@@ -38,12 +39,19 @@ def _first(parameters):
     return True
 
 
+def wait(parameters, context, progress):
+    while parameters.until and not os.path.exists(parameters.until):
+        context.progress(progress)
+        time.sleep(0.01)
+
+
 def double(arrays, parameters, context):
     if parameters.log:
         with open(parameters.log, "a") as file:
             file.write(f"{len(arrays['x'])}\n")
     if (arrays["x"] == 13).any():
         raise RangeError("13 cannot be doubled")
+    wait(parameters, context, 0.0)
     time.sleep(parameters.seconds)
     return {"y": arrays["x"] * 2}
 
@@ -56,6 +64,8 @@ def work(arrays, parameters, context):
     for step in range(parameters.steps):
         context.progress(step / parameters.steps, f"step {step}")
         time.sleep(parameters.seconds / parameters.steps)
+        if step == parameters.steps // 2:
+            wait(parameters, context, step / parameters.steps)
         if step == parameters.steps // 2 and parameters.how and (not parameters.once or _first(parameters)):
             misbehave(parameters.how)
     return {"y": arrays["x"] + 1}
@@ -84,8 +94,8 @@ def train(arrays, parameters, context):
         count += 1
         state.with_suffix(".new").write_text(str(count))
         state.with_suffix(".new").replace(state)
-        if parameters.how and count == parameters.steps // 2 and (not parameters.once or _first(parameters)):
-            misbehave(parameters.how)
+        if count == parameters.steps // 2:
+            wait(parameters, context, count / parameters.steps)
     return {"count": np.array([count]), "first": np.array([first])}
 
 

@@ -2,6 +2,7 @@ import json
 import os
 import ssl
 import time
+import types
 
 import pytest
 from serving import Server
@@ -11,6 +12,15 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.service.app import require_keys
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of keys, which a test sets ahead."""
+    moved = types.SimpleNamespace(ahead_s=0.0)
+    moved.time, moved.monotonic = (lambda: time.time() + moved.ahead_s), (lambda: time.monotonic() + moved.ahead_s)
+    monkeypatch.setattr("accelerant.service.keys.time", moved)
+    return moved
 
 
 @pytest.fixture
@@ -33,30 +43,30 @@ def test_a_key_is_valid_until_it_is_revoked_and_its_secret_is_not_stored(store):
     assert store.verify(token) is None
 
 
-def test_rotation_keeps_the_id_and_the_old_secret_for_a_time(store):
+def test_rotation_keeps_the_id_and_the_old_secret_for_a_time(store, clock):
     key, old = store.create("ci", ["field"])
-    rotated, new = store.rotate(key.id, grace_s=1.0)
+    rotated, new = store.rotate(key.id, grace_s=60.0)
     assert rotated.id == key.id
     assert store.verify(old) is not None
     assert store.verify(new) is not None
-    time.sleep(1.1)
+    clock.ahead_s = 61.0
     assert store.verify(old) is None
     assert store.verify(new) is not None
     assert len(store.rotate(key.id, grace_s=0)[0].secrets) == 1
 
 
-def test_a_lifetime_ends(store):
-    _, token = store.create("ci", ["field"], lifetime_s=1.0)
+def test_a_lifetime_ends(store, clock):
+    _, token = store.create("ci", ["field"], lifetime_s=60.0)
     assert store.verify(token) is not None
-    time.sleep(1.1)
+    clock.ahead_s = 61.0
     assert store.verify(token) is None
 
 
-def test_rates_are_bounded(store):
-    key, _ = store.create("ci", ["field"], rate=4, burst=3)
+def test_rates_are_bounded(store, clock):
+    key, _ = store.create("ci", ["field"], rate=0.01, burst=3)
     assert [store.wait_s(key) for _ in range(3)] == [0, 0, 0]
-    assert 0 < store.wait_s(key) <= 0.25
-    time.sleep(0.26)
+    assert 0 < store.wait_s(key) <= 100
+    clock.ahead_s = 101.0
     assert store.wait_s(key) == 0
 
 

@@ -48,11 +48,13 @@ def serving(running, settings):
     return start
 
 
-async def test_a_server_that_drains_answers_until_its_last_job_has_ended(serving):
+async def test_a_server_that_drains_answers_until_its_last_job_has_ended(serving, tmp_path):
+    over = tmp_path / "over"
     async with serving() as (server, task, jobs, url), httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        job = await started(jobs, await jobs.submit(request("work", steps=4, seconds=2.0)))
-        call = asyncio.create_task(jobs.call(request("double", seconds=0.5)))
-        await asyncio.sleep(0.05)
+        job = await started(jobs, await jobs.submit(request("work", until=str(over))))
+        call = asyncio.create_task(jobs.call(request("double", until=str(over))))
+        while not jobs._workers[0].launches:
+            await asyncio.sleep(0)
         server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0.7)  # uvicorn stopped listening by then
         paths = ("/v2/health/live", "/metrics", f"/jobs/{job.id}", "/v2/health/ready", f"/jobs/{job.id}/result")
@@ -63,6 +65,7 @@ async def test_a_server_that_drains_answers_until_its_last_job_has_ended(serving
             refused = await http.post("/v2/models/field_mul/infer", json=body, headers=headers)
             assert (refused.status_code, refused.json()["type"]) == (503, "Draining")
             assert refused.headers["retry-after"] == "5"
+        over.touch()
         async with AsyncClient(url, trust_env=False) as client:
             np.testing.assert_array_equal((await client.result(job.id))["y"], X + 1)
         np.testing.assert_array_equal((await call)["y"], 2 * X)
@@ -80,7 +83,8 @@ async def test_a_drain_ends_at_its_limit_and_at_a_second_signal(serving, running
         work = [await started(jobs, await jobs.submit(request("work", seconds=600.0))) for _ in range(2)]
         train = await jobs.submit(request("train", steps=10, seconds=600.0))
         call = asyncio.create_task(jobs.call(request("double", seconds=600.0)))
-        await asyncio.sleep(0.1)
+        while not any(worker.launches for worker in jobs._workers):
+            await asyncio.sleep(0)
         begun = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
         if how == "signal":

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from test_job_service import X, ended, request, started
+from test_job_service import X, ended, files, request, started
 
 from accelerant.errors import RangeError, TimeLimitExceeded
 from accelerant.service.app import create_app
@@ -137,7 +137,7 @@ async def test_every_request_has_a_true_end_while_workers_are_killed(running, se
                 assert result.get("count", result.get("y")) == (20 if job.operation == "train" else number + 1)
         assert sum(worker.restarts for worker in service.stats().workers) > 0
         async with asyncio.timeout(60.0):  # a job's files are wiped when the store knows its end
-            while any({"inputs", "work"} & {*folders, *names} for _, folders, names in os.walk(settings.directory)):
+            while files(service, folders=True) & {"inputs", "work"}:
                 await asyncio.sleep(0.05)
     assert tally["right"] >= 40 * (kills // 2)
     assert 2 * tally["lost"] <= clients * kills  # each was in the workers of two kills, with at most all the others
@@ -254,17 +254,21 @@ def test_two_servers_may_wipe_the_same_folder(tmp_path):
     assert not errors
 
 
-async def test_a_call_that_ends_workers_takes_no_other_call_and_no_job_with_it(running):
+async def test_a_call_that_ends_workers_takes_no_other_call_and_no_job_with_it(running, tmp_path):
+    over = tmp_path / "over"
+
     async with running() as service:
-        job = await started(service, await service.submit(request("work", steps=30, seconds=3.0)))
+        job = await started(service, await service.submit(request("work", until=str(over))))
         first = asyncio.create_task(service.call(request("double", seconds=0.2)))  # the others wait meanwhile
-        await asyncio.sleep(0.05)
+        while not service._workers[0].launches:
+            await asyncio.sleep(0)
         good = [service.call(request("double", seconds=0.001 * n)) for n in range(4)]
         calls = [*good[:2], service.call(request("work", how="kill")), *good[2:]]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(answers.pop(2), WorkerLost)
         for answer in [*answers, await first]:
             np.testing.assert_array_equal(answer["y"], 2 * X)
+        over.touch()
         assert (await ended(service, job)).state is JobState.SUCCEEDED
 
 
@@ -352,15 +356,18 @@ async def test_a_server_that_stood_still_keeps_what_its_worker_did(running):
         assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
 
 
-async def test_bad_calls_fail_no_job_beside_them(running):
+async def test_bad_calls_fail_no_job_beside_them(running, tmp_path):
+    over = tmp_path / "over"
+
     async with running() as service:
-        job = await service.submit(request("work", steps=30, seconds=4.0))
+        job = await service.submit(request("work", until=str(over)))
         for _ in range(2):
             async with asyncio.timeout(60.0):
                 while service._workers[0].job is None:
                     await asyncio.sleep(0.02)
             with pytest.raises(WorkerLost):
                 await service.call(request("work", how="kill"))
+        over.touch()
         assert (await ended(service, job)).state is JobState.SUCCEEDED
 
 
@@ -445,7 +452,7 @@ async def test_a_submission_of_which_the_store_says_nothing_is_not_repeated(runn
 
 async def test_a_server_that_stops_claims_no_job(running):
     async with running() as service:
-        train = await started(service, await service.submit(request("train", steps=100, seconds=20.0)))
+        train = await started(service, await service.submit(request("train", steps=1000, seconds=200.0)))
         service.stop_claiming()
         later = await service.submit(request("work"))
         async with asyncio.timeout(60.0):
@@ -492,8 +499,9 @@ async def test_the_signal_to_stop_ends_claims_before_connections_end(settings):
     async with app.router.lifespan_context(app):
         for close in app.state.on_stop:
             close()
-        await asyncio.sleep(0.1)
-        assert not app.state.jobs._claiming
+        async with asyncio.timeout(60.0):
+            while app.state.jobs._claiming:
+                await asyncio.sleep(0.02)
         assert app.state.jobs._accepting
 
 

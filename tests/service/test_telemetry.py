@@ -125,8 +125,15 @@ def test_events_show_devices_queue_requests_and_jobs(server):
     with Client(server.url, trust_env=False) as client:
 
         async def both():
-            reading = asyncio.create_task(changes(server, lambda seen: seen.get("job", {}).get("state") == "succeeded"))
-            await asyncio.sleep(0.5)
+            begun = asyncio.Event()
+
+            def enough(seen):
+                if "state" in seen:  # which comes every second to those who are subscribed
+                    begun.set()
+                return seen.get("job", {}).get("state") == "succeeded"
+
+            reading = asyncio.create_task(changes(server, enough))
+            await begun.wait()
             await asyncio.to_thread(
                 client.submit, "field_add", {"x": np.arange(3, dtype=np.uint64), "y": np.uint64([1])}
             )
