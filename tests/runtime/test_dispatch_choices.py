@@ -20,6 +20,15 @@ from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
 from accelerant.runtime.dispatch import Case, Implementation, explain_quietly, force, race, saved_by
 from accelerant.runtime.dispatch import operation as dispatch
+from clock import Clock
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    for module in (dispatch, race):
+        monkeypatch.setattr(module, "time", CLOCK)
 
 
 @pytest.fixture
@@ -36,7 +45,7 @@ class Runs:
 
     def __call__(self, *_):
         self.calls += 1
-        time.sleep(self.seconds)
+        CLOCK.sleep(self.seconds)
         return self.name
 
 

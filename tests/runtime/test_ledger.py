@@ -2,7 +2,6 @@ import gc
 import json
 import re
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,9 @@ from accelerant.runtime import html_page, ledger
 from accelerant.runtime.dispatch import Case, Implementation
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import FallbackRecord, merged, quantile
+from accelerant.runtime.providers import cpu as cpu_provider
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture, counting
+from clock import Clock
 
 
 @pytest.fixture
@@ -246,19 +247,27 @@ def test_ledgers_of_several_processes_add_up():
 
 # --- phases and tables -----------------------------------------------------------------------------------------------
 @pytest.fixture
-def sleeper():
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (ledger, cpu_provider):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def sleeper(clock):
     """An op of 2 ms."""
-    return operation(Implementation("torch", lambda: time.sleep(0.002)), name="sleeper")
+    return operation(Implementation("torch", lambda: clock.sleep(0.002)), name="sleeper")
 
 
-def test_a_phase_has_its_calls_and_the_time_that_no_op_has(book, op, sleeper):
+def test_a_phase_has_its_calls_and_the_time_that_no_op_has(op, sleeper, clock, book):
     op(case(4))
     with book.phase("training"):
         for _ in range(3):
             sleeper(case(4))
         with book.phase("evaluation"):
             op(case(4))
-            time.sleep(0.01)
+            clock.sleep(0.01)
         sleeper(case(4))
     phases = {phase["phase"]: phase for phase in book.to_dict()["phases"]}
     counted = {name: {row["op"]: row["calls"] for row in phase["ops"]} for name, phase in phases.items()}
@@ -289,14 +298,14 @@ def test_the_first_call_counts_as_it_was_timed_in_the_phase_that_it_ran_in(book,
     }  # fmt: skip
 
 
-def test_phases_of_two_threads_end_in_any_order(book):
+def test_phases_of_two_threads_end_in_any_order(book, clock):
     one, other = book.phase("one"), book.phase("other")
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
     other.__exit__(None, None, None)
     before = {phase["phase"]: phase["seconds"] for phase in book.to_dict()["phases"]}
-    time.sleep(0.002)
+    clock.sleep(0.002)
     assert {phase["phase"]: phase["seconds"] for phase in book.to_dict()["phases"]} == before
 
 

@@ -19,6 +19,7 @@ from accelerant.runtime.monitoring import monitor
 from accelerant.runtime.monitoring.monitor import measure, sample
 from accelerant.runtime.monitoring.readers import FIGURES, Absent, CpuReader, ProcessMemory, TableReader
 from accelerant.runtime.provider import ComputeDevice
+from clock import Clock
 
 STAT = "cpu  {0} 0 0 {1} 0 0 0 0 0 0\ncpu0 {0} 0 0 {1} 0 0 0 0 0 0\ncpu1 0 0 0 {1} 0 0 0 0 0 0\nintr 5\n"
 
@@ -91,15 +92,14 @@ def test_energy_is_the_sum_of_the_packages_and_survives_a_counter_that_begins_ag
     assert reader.read(["energy_j"])[0]["energy_j"] == pytest.approx(2.5 + 2.0)
 
 
-def test_power_is_energy_over_time(machine):
+def test_power_is_energy_over_time(machine, monkeypatch):
+    monkeypatch.setattr("accelerant.runtime.monitoring.readers.time", clock := Clock())
     reader = CpuReader(root=machine)
     _, reasons = reader.read(["power_w"])
     assert "second reading" in reasons["power_w"]
-    time.sleep(0.05)
-    began = time.monotonic()
+    clock.sleep(0.05)
     write(machine / "sys/class/powercap/intel-rapl:0/energy_uj", "6000000")
-    watts = reader.read(["power_w"])[0]["power_w"]
-    assert 0.5 / (time.monotonic() - began + 0.1) < watts < 1.0 / 0.05
+    assert reader.read(["power_w"])[0]["power_w"] == pytest.approx(1.0 / 0.05, rel=1e-3)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
@@ -205,15 +205,22 @@ def test_a_region_on_a_gpu_has_its_memory_and_kernels():
 class Reader:
     """A device whose counter goes up by `watts` joules a second, in steps of `step_j`."""
 
-    def __init__(self, watts, *, counter=True, step_j=1e-6):
-        began = time.perf_counter()
+    def __init__(self, watts, *, counter=True, step_j=1e-6, clock=time):
+        began = clock.perf_counter()
+        self.readings = 0
 
         def energy():
             if not counter:
                 raise Absent("no counter here")
-            return math.floor((time.perf_counter() - began) * watts / step_j) * step_j
+            return math.floor((clock.perf_counter() - began) * watts / step_j) * step_j
 
-        self.read = TableReader({"energy_j": energy, "power_w": lambda: watts, "temperature_c": lambda: 50.0}, "").read
+        figures = {"energy_j": energy, "power_w": lambda: watts, "temperature_c": lambda: 50.0}
+        self._table = TableReader(figures, "")
+
+    def read(self, names):
+        found = self._table.read(names)
+        self.readings += 1
+        return found
 
 
 @pytest.fixture
@@ -229,24 +236,42 @@ def measured(monkeypatch, cpu):
     return run
 
 
-def test_energy_from_the_counter(measured):
-    began = time.perf_counter()
-    found = measured(lambda: time.sleep(0.1), Reader(200.0))
+@pytest.fixture
+def read_often(measured, monkeypatch):
+    """Measures 0.1 s of a clock of the test's own, with readings all along."""
+
+    def run(**reader):
+        monkeypatch.setattr(monitor, "time", clock := Clock())
+        reader = Reader(200.0, clock=clock, **reader)
+
+        def work():
+            for _ in range(4):
+                clock.sleep(0.025)
+                seen = reader.readings
+                while reader.readings == seen:
+                    time.sleep(1e-3)
+
+        return measured(work, reader)
+
+    return run
+
+
+def test_energy_from_the_counter(read_often):
+    found = read_often()
     assert found.energy_source == "counter"
-    assert found.seconds >= 0.1
-    assert found.power_mean_w == pytest.approx(200.0, rel=0.05)
-    assert 200.0 * 0.8 * found.seconds < found.energy_j < 200.0 * (time.perf_counter() - began)
-    assert found.readings >= 4
+    assert found.seconds == pytest.approx(0.1, rel=1e-3)
+    assert found.power_mean_w == pytest.approx(200.0, rel=1e-3)
+    assert found.energy_j == pytest.approx(200.0 * 0.1, rel=1e-3)
+    assert found.readings >= 6
     assert found.temperature_start_c == found.temperature_end_c == found.temperature_peak_c == 50.0
     assert found.reasons == {}
 
 
-@pytest.mark.parametrize("reader", [Reader(200.0, counter=False), Reader(200.0, step_j=1e9)])
-def test_energy_from_power_where_no_counter_is_or_moves(measured, reader):
-    began = time.perf_counter()
-    found = measured(lambda: time.sleep(0.1), reader)
+@pytest.mark.parametrize("reader", [{"counter": False}, {"step_j": 1e9}])
+def test_energy_from_power_where_no_counter_is_or_moves(read_often, reader):
+    found = read_often(**reader)
     assert found.energy_source == "power"
-    assert 200.0 * 0.8 * found.seconds < found.energy_j < 200.0 * (time.perf_counter() - began)
+    assert found.energy_j == pytest.approx(200.0 * 0.1, rel=1e-3)
     assert found.power_peak_w == 200.0
 
 
@@ -274,7 +299,7 @@ def test_energy_is_shared_over_the_ops_by_time(measured):
     assert first.energy_per_call_j > second.energy_per_call_j > 0
     assert sum(op.energy_j for op in found.ops) == pytest.approx(found.energy_j)
     assert first.energy_j / second.energy_j == pytest.approx(first.time_ms / second.time_ms)
-    assert 0 < found.busy < 2
+    assert found.busy == pytest.approx(sum(op.time_ms for op in found.ops) / 1e3 / found.seconds)
 
 
 def test_energy_is_shared_by_calls_where_no_call_was_timed(measured):

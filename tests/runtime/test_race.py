@@ -12,15 +12,22 @@ import torch
 from accelerant.errors import DeviceLost
 from accelerant.runtime.dispatch import race as module
 from accelerant.runtime.dispatch.race import fastest, obstacle, race
+from clock import Clock
 
 CPU = torch.device("cpu")
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(module, "time", CLOCK)
 
 
 def sleeping(seconds, calls=None):
     def run():
         if calls is not None:
             calls.append(seconds)
-        time.sleep(seconds)
+        CLOCK.sleep(seconds)
 
     return run
 

@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import threading
-import time
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -29,6 +28,7 @@ from accelerant.runtime.streams import stream as stream_module
 from accelerant.runtime.streams import transfer as chunks
 from accelerant.runtime.streams.stream import Event, Future, Stream, submit
 from accelerant.runtime.streams.transfer import StagingPool, copy_async, stream_chunks
+from clock import Clock
 
 gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -69,14 +69,15 @@ def test_one_stream_waits_for_another(device):
 
 
 def test_a_host_stream_keeps_the_order_and_direct_work_comes_after():
-    stream = Stream("cpu")
+    stream, gate = Stream("cpu"), threading.Event()
     seen = []
     for i in range(5):
-        submit(lambda i=i: (time.sleep(0.03), seen.append(i)), stream=stream)
+        submit(lambda i=i: (gate.wait(), seen.append(i)), stream=stream)
     mark = stream.record()
     assert not mark.done()
     with pytest.raises(TimeLimitExceeded, match=r"0\.0 s"):
         mark.synchronize(0.0)
+    threading.Timer(0.1, gate.set).start()  # while the host waits for the stream
     with stream:
         seen.append("direct")
     assert mark.done()
@@ -86,7 +87,7 @@ def test_a_host_stream_keeps_the_order_and_direct_work_comes_after():
 def test_host_events_wait_across_streams():
     first, second = Stream("cpu"), Stream("cpu")
     gate = threading.Event()
-    submit(gate.wait, 5.0, stream=first)
+    submit(gate.wait, stream=first)
     second.wait(first.record())
     after = submit(lambda: gate.is_set(), stream=second)
     assert not after.done()
@@ -237,27 +238,26 @@ def test_a_wait_without_an_end_is_an_error():
 
 
 def test_asyncio_awaits_many_futures_at_once_and_its_loop_goes_on():
-    count, nap = 24, 0.2
-    beats = 0
+    count = 24
+    meeting, beaten = threading.Barrier(count), threading.Event()  # all run at once, and end after the loop's beats
 
     async def heart():
-        nonlocal beats
-        while True:
+        for _ in range(3):
             await asyncio.sleep(0.005)
-            beats += 1
+        beaten.set()
 
     async def main():
         pulse = asyncio.create_task(heart())
-        futures = [submit(lambda i=i: (time.sleep(nap), i)[1], stream=Stream("cpu")) for i in range(count)]
-        began = time.perf_counter()
-        values = await asyncio.gather(*futures)
-        pulse.cancel()
-        return values, time.perf_counter() - began
+        futures = [
+            submit(lambda i=i: (meeting.wait(60), beaten.wait(60), i), stream=Stream("cpu")) for i in range(count)
+        ]
+        ends = await asyncio.gather(*futures)
+        await pulse
+        return ends
 
-    values, seconds = asyncio.run(main())
-    assert values == list(range(count))
-    assert seconds < count * nap / 2
-    assert beats >= 2
+    ends = asyncio.run(main())
+    assert [i for _, _, i in ends] == list(range(count))
+    assert all(beats for _, beats, _ in ends)
 
 
 def test_asyncio_sees_errors_and_cancelling_the_wait_leaves_the_work():
@@ -267,9 +267,11 @@ def test_asyncio_sees_errors_and_cancelling_the_wait_leaves_the_work():
     async def main():
         with pytest.raises(ValueError, match="broken"):
             await submit(fails, stream=Stream("cpu"))
-        slow = submit(lambda: (time.sleep(0.05), 5)[1], stream=Stream("cpu"))
+        gate = threading.Event()
+        slow = submit(lambda: (gate.wait(60), 5)[1], stream=Stream("cpu"))
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(awaited(slow), 0.005)
+        gate.set()
         return await slow
 
     assert asyncio.run(main()) == 5
@@ -410,12 +412,13 @@ def test_out_is_written_and_returned(atomic):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_time_out_between_chunks_leaves_out_as_it_was(device):
+def test_a_time_out_between_chunks_leaves_out_as_it_was(device, monkeypatch):
+    monkeypatch.setattr(chunks, "time", clock := Clock())
     out = np.full(100, 7.0)
     seen = []
 
     def slow(x):
-        time.sleep(0.01)
+        clock.sleep(0.01)
         seen.append(len(x))
         return x + 1
 

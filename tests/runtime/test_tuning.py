@@ -1,6 +1,5 @@
 import re
 import threading
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -9,8 +8,15 @@ import torch
 from accelerant.config import override
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, force, race
 from accelerant.runtime.dispatch.race import CandidateTimes, Tuned, tune
+from clock import Clock
 
 CPU = torch.device("cpu")
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(race, "time", CLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class Launches:
         self.plans.append(plan)
         if plan.rows == 64:
             raise ValueError("too many rows")
-        time.sleep({4: 1e-4}.get(plan.rows, 4e-3))
+        CLOCK.sleep({4: 1e-4}.get(plan.rows, 4e-3))
 
 
 @pytest.fixture
@@ -136,7 +142,7 @@ def test_tune_measures_implementations_and_their_plans(folder, launches):
 
     op = Operation(
         "tuned_probe",
-        (Implementation("own", run, own=True), Implementation("torch", lambda x: time.sleep(4e-3))),
+        (Implementation("own", run, own=True), Implementation("torch", lambda x: CLOCK.sleep(4e-3))),
         cost=lambda case: Cost(1, 1),
     )
     x = torch.ones(8, 16)

@@ -1,12 +1,12 @@
 import json
 import os
-import time
 
 import pytest
 import torch
 
 from accelerant.errors import FormatError
 from accelerant.nn.train.history import History, MetricsFile, StepRecord, StepTimer, peak_memory_bytes, read_metrics
+from clock import Clock
 
 
 def record(step, **changes):
@@ -62,13 +62,14 @@ def test_a_missing_file_is_refused(tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_laps_measure_the_time_since_the_last_mark():
+def test_laps_measure_the_time_since_the_last_mark(monkeypatch):
+    monkeypatch.setattr("accelerant.nn.train.history.time", clock := Clock())
     timer = StepTimer(torch.device("cpu"))
-    time.sleep(0.3)
+    clock.sleep(0.3)
     timer.mark()
-    time.sleep(0.1)
-    assert 100 <= timer.lap()() < 300
-    assert timer.lap()() < 100
+    clock.sleep(0.1)
+    assert timer.lap()() == pytest.approx(100, abs=1e-3)
+    assert timer.lap()() == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.slow
