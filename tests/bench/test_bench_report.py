@@ -7,7 +7,7 @@ import pytest
 from accelerant.bench import BenchmarkRecord, Environment, Row, compare
 from accelerant.bench.report import build_report, write_report
 from accelerant.runtime import registry
-from accelerant.runtime.html_page import Bar, bars
+from accelerant.runtime.html_page import Bar, parts
 
 WON = Row("neural", "gelu", "4x4 forward", "accelerant", "triton (own)", p20=0.9, p50=1.0, p80=1.2, target=1.1,
           bytes=10**6, ceiling="copy", cpu_ms=50.0, cpu_note="float32, 1 thread")  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_comparison_stands_in_the_page():
 
 
 def test_bars_share_a_scale():
-    text = bars("a < b", [Bar("x", 1.0, "1", low=0.5, high=2.0), Bar("y", 4.0, "4", "ours")], limit=2.0)
+    text = str(parts().bars("a < b", [Bar("x", 1.0, "1", low=0.5, high=2.0), Bar("y", 4.0, "4", "ours")], limit=2.0))
     assert re.findall(r'class="bar [a-z]+" style="width:([\d.]+)%"', text) == ["25.00", "100.00"]
     assert 'style="left:12.50%;width:37.50%"' in text
     assert text.count('class="limit" style="left:50.00%"') == 2

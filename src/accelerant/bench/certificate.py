@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +40,7 @@ from accelerant.ops.registry import PublicOp, SampleInput, Tolerance, draw, publ
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import explain_quietly
 from accelerant.runtime.files import decode_json, read_regular, typed, write_together
-from accelerant.runtime.html_page import card, document, facts, table
+from accelerant.runtime.html_page import render
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.tensors.tensor import tensor_device, to
@@ -238,101 +237,57 @@ def _first_line(error: BaseException) -> str:
 
 # --- the page --------------------------------------------------------------------------------------------------------
 
-_STYLE = """
-.soft { font-size: 13.5px; margin: 0 0 12px; }
-.warn { border-color: var(--two); }
-table { font-size: 13px; } th, td { padding: 5px 14px 5px 0; white-space: nowrap; }
-td.wide { white-space: normal; min-width: 220px; overflow-wrap: anywhere; }
-code { font: 12.5px ui-monospace, monospace; overflow-wrap: anywhere; }
-details { margin-top: 14px; } summary { cursor: pointer; color: var(--soft); font-size: 13.5px; }
-.matrix { display: grid; gap: 6px 18px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); }
-.line { display: grid; grid-template-columns: minmax(0, 1fr) auto; gap: 10px; align-items: center; stroke: none;
-  border-bottom: 1px solid var(--edge); padding: 3px 0; }
-.line b { font-weight: 500; overflow-wrap: anywhere; } .line span { display: flex; gap: 4px; flex-wrap: wrap;
-  justify-content: flex-end; max-width: 215px; }
-.line i { width: auto; height: auto; margin: 0; padding: 4px 6px; font: 11.5px/1 ui-monospace, monospace;
-  border-radius: 4px; border: 1px solid var(--edge);
-  color: var(--soft); }
-.keys .line { display: inline; border: 0; padding: 0; }
-.line i.good { color: var(--three); border-color: currentColor; font-weight: 400; }
-.line i.bad { color: var(--card); background: var(--two); border-color: var(--two); }
-"""
-_FOOTER = (
-    "Errors are relative to the largest element of the reference if that is above 1. A row of a dtype is forward and "
-    "backward, compared with the reference in float64; one of a field or curve is compared with Python's integers."
-)
 _SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint32": "u32"}
-_KEYS = (
-    '<span class="line"><i class="good">right</i></span><span class="line"><i class="bad">wrong</i></span>'
-    '<span class="line"><i>not served</i></span>'
-)
 _MARKS: dict[Verdict, str] = {"exact": "good", "within": "good", "wrong": "bad", "not served": "none"}
-_HEAD = ("op", "dtype", "implementation", "cases", "worst error", "of tolerance", "fallbacks", "verdict", "remark")
 
 
 def build_page(certificate: Certificate) -> str:
     """Return the certificate as a page of HTML that loads nothing from anywhere."""
-    wrong = certificate.wrong
-    served = [row for row in certificate.rows if row.verdict != "not served"]
-    title = "Parity certificate"
-    lead = f"Accelerant {certificate.accelerant} on {certificate.system}, {certificate.time}: {certificate.scope}"
+    rows, wrong, several = certificate.rows, certificate.wrong, len(certificate.devices) > 1
+    served = [row for row in rows if row.verdict != "not served"]
+    devices = []
+    for device in certificate.devices:
+        mine = [row for row in rows if row.device == device.label]
+        by_op = {name: [row for row in mine if row.op == name] for name in dict.fromkeys(row.op for row in mine)}
+        devices.append((device, by_op, list(map(_cells, mine))))
     figures = [
         ("verdict", "holds" if not wrong else "fails", f"{len(wrong)} of {len(served)} rows are wrong"),
         ("exact", str(sum(row.verdict == "exact" for row in served)), "rows, integer for integer"),
         ("within tolerance", str(sum(row.verdict == "within" for row in served)), "rows, forward and backward"),
-        ("not served", str(len(certificate.rows) - len(served)), "rows, each with its reason"),
+        ("not served", str(len(rows) - len(served)), "rows, each with its reason"),
         ("fallbacks", str(sum(row.fallbacks for row in served)), "counted by the ledger"),
     ]
-    versions = [("Python", certificate.python), *certificate.packages.items()]
-    body = [
-        f"<h1>{title}</h1>",
-        f'<p class="lead">{escape(lead)}</p>',
-        facts(figures),
-        card("Wrong", _whole_table(wrong, certificate.devices), "warn") if wrong else "",
-        f'<p class="keys">{_KEYS}</p>',
-        *(_device_card(device, certificate.rows) for device in certificate.devices),
-        card("Versions", table((), ([("", name), ("", version)] for name, version in versions))),
-        f"<footer>{_FOOTER} SHA-256 of the content:<br><code>{certificate.sha256}</code></footer>",
-    ]
-    return document(title, _STYLE, body)
-
-
-def _device_card(device: CertifiedDevice, rows: Sequence[CertificateRow]) -> str:
-    mine = [row for row in rows if row.device == device.label]
-    about = ", ".join(filter(None, (device.name, device.architecture, device.driver)))
-    by_op: dict[str, list[CertificateRow]] = {}
-    for row in mine:
-        by_op.setdefault(row.op, []).append(row)
-    lines = "".join(
-        f'<div class="line"><b>{escape(op).replace("_", "_<wbr>")}</b><span>{"".join(map(_chip, of_op))}</span></div>'
-        for op, of_op in by_op.items()
+    return render(
+        "bench/certificate.html",
+        title="Parity certificate",
+        certificate=certificate,
+        figures=figures,
+        head=[
+            "op",
+            "dtype",
+            "implementation",
+            "cases",
+            "worst error",
+            "of tolerance",
+            "fallbacks",
+            "verdict",
+            "remark",
+        ],
+        numbers=("cases", "worst error", "of tolerance", "fallbacks"),
+        wrong=[[*[("", row.device)] * several, *_cells(row)] for row in wrong],
+        devices=devices,
+        marks=_MARKS,
+        short=_SHORT,
+        versions=[("Python", certificate.python), *certificate.packages.items()],
     )
-    whole = f"<details><summary>All {len(mine)} rows</summary>{_whole_table(mine, ())}</details>"
-    return card(device.label, f'<p class="soft">{escape(about)}</p><div class="matrix">{lines}</div>{whole}')
-
-
-def _chip(row: CertificateRow) -> str:
-    told = f"{row.verdict}: {row.note}" if row.note else f"{row.verdict}, by {row.implementation}, {row.cases} cases"
-    return f'<i class="{_MARKS[row.verdict]}" title="{escape(told)}">{escape(_SHORT.get(row.dtype, row.dtype))}</i>'
-
-
-def _whole_table(rows: Sequence[CertificateRow], devices: Sequence[CertifiedDevice]) -> str:
-    several = len(devices) > 1
-    head = (*["device"] * several, *_HEAD)
-    cells = ([*[("", row.device)] * several, *_cells(row)] for row in rows)
-    return table(head, cells, numbers=("cases", "worst error", "of tolerance", "fallbacks"))
 
 
 def _cells(row: CertificateRow) -> list[tuple[str, str]]:
     cases = f"{row.cases} of {row.cases + row.left_out}" if row.left_out else str(row.cases)
     error = "" if row.error is None else "0" if row.error == 0 else f"{row.error:.1e}"
-    share = (
-        ""
-        if row.of_tolerance is None or row.exact
-        else f"{row.of_tolerance:.0%}"
-        if row.of_tolerance < 10
-        else "> 1000%"
-    )
+    share = ""
+    if row.of_tolerance is not None and not row.exact:
+        share = f"{row.of_tolerance:.0%}" if row.of_tolerance < 10 else "> 1000%"
     return [
         ("", row.op), ("", row.dtype), ("", row.implementation), ("number", cases), ("number", error),
         ("number", share), ("number", str(row.fallbacks)), (_MARKS[row.verdict], row.verdict), ("wide", row.note),

@@ -19,25 +19,15 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerant.bench.record import DETERMINISTIC, OURS, OWN, BenchmarkRecord, Row
 from accelerant.errors import FormatError
 from accelerant.runtime.files import plain, read_regular, write_atomic
-from accelerant.runtime.html_page import Bar, Line, bars, card, document, facts, line_chart, table, text_table
-
-_STYLE = """
-.soft { font-size: 13.5px; margin: 0 0 12px; }
-.warn { border-color: var(--two); } .warn ul { margin: 0; padding-left: 20px; overflow-wrap: anywhere; }
-.peer-dot { fill: none; stroke: var(--peer); stroke-width: 1.5; }
-table { font-size: 13px; } th, td { padding: 5px 10px 5px 0; }
-td.number, td.word { white-space: nowrap; } td.wide { min-width: 150px; overflow-wrap: anywhere; }
-pre { overflow-x: auto; }
-"""
+from accelerant.runtime.html_page import Bar, Line, line_chart, render, text_table
 
 _NUMBERS = (
     "p50", "to reach", "p20-p80", "% of ceiling", "speedup", "wall ms", "back to back ms", "device ms", "p95", "p99",
@@ -45,7 +35,10 @@ _NUMBERS = (
 )  # fmt: skip
 
 Cases = dict[tuple[str, ...], list[Row]]
-Points = list[tuple[float, float]]
+Cells = list[tuple[str, str]]
+"""CSS class and text of the cells of a row."""
+CaseBars = tuple[str, str, list[Bar]]
+"""Title of a case, what is said beside it, and a bar for each runner."""
 
 
 def write_report(path: Path, record: BenchmarkRecord, comparison: Comparison | None = None) -> None:
@@ -56,39 +49,46 @@ def write_report(path: Path, record: BenchmarkRecord, comparison: Comparison | N
 
 def build_report(record: BenchmarkRecord, comparison: Comparison | None = None) -> str:
     """Return the page of a concluded record as HTML."""
-    env = record.environment
     # thousands of the sweep's sizes would bury the named cases; those that did not run come after these
-    swept = replace(record, rows=[row for row in record.rows if row.part == "sweep" and row.p50 is not None])
+    swept = [row for row in record.rows if row.part == "sweep" and row.p50 is not None]
     others = [row for row in record.rows if row.part != "sweep" or row.p50 is None]
     record = replace(record, rows=sorted(others, key=lambda row: row.part == "sweep"))
-    cases = _cases(record.ordered())
-    title = f"Benchmark: {env.device}"
+    cases, ours = _cases(record.ordered()), [row for row in record.rows if row.runner == OURS]
+    suites: dict[str, list[CaseBars]] = {suite: [] for suite, *_ in cases}
+    for (suite, *_), rows in cases.items():
+        if not _lost(rows) and any(row.speedup is not None for row in rows):
+            suites[suite].append(_case_bars(rows))
+    shares = sorted(
+        (row for row in ours if row.percent_of_ceiling is not None), key=lambda r: r.percent_of_ceiling or 0
+    )
+    over_cpu = sorted((row.over_cpu, f"{row.op} {row.case}") for row in record.rows if row.over_cpu is not None)
     head, *lines = record.cells()
-    compared, drawn = "", roofline(record)
-    if comparison is not None:
-        style = "warn" if comparison.regressions else ""
-        compared = card("Compared with the baseline", f"<pre>{escape(comparison.table())}</pre>", style)
-    remark = _remark("Filled: ours; hollow: the peers. Each dot has its case as a tooltip.")
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="lead">Accelerant {escape(env.accelerant)} on {escape(env.system)}, {escape(env.time)}</p>',
-        _facts(record, cases),
-        _notes(record),
-        compared,
-        _losses(cases),
-        _sweep_losses(swept),
-        *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
-        _links(record),
-        card("Roofline", remark + drawn) if drawn else "",
-        _sweep_rates(swept),
-        _ceilings(record),
-        _cpu(record),
-        _targets(record),
-        card("All rows", table(head, (list(map(_cell, head, line)) for line in lines), _NUMBERS)),
-        _environment(record),
-        "<footer>Times are medians; the line over a bar spans the 20th to the 80th percentile.</footer>",
-    ]
-    return document(title, _STYLE, body)
+    return render(
+        "bench/report.html",
+        title=f"Benchmark: {record.environment.device}",
+        env=record.environment,
+        figures=_figures(record, cases),
+        notes=_notes(record),
+        comparison=comparison,
+        lost=[_case_bars(rows) for rows in cases.values() if _lost(rows)],
+        sweep_losses=_sweep_losses(swept),
+        sweep_sizes=len({row.case_key for row in swept if row.runner == OURS}),
+        suites=suites,
+        links=_charts(_link_rates(record.rows), "log2 of the size in MiB"),
+        roofline=roofline(record),
+        sweep_rates=_charts(_sweep_rates(swept), "log2 of the elements"),
+        shares=[
+            Bar(f"{row.op} {row.case}", min(percent, 150.0), f"{percent:.0f}% of {row.ceiling}", "ours")
+            for row in shares
+            if (percent := row.percent_of_ceiling) is not None
+        ],
+        over_cpu=[Bar(name, math.log10(max(over, 1.0)), f"{over:,.0f}x", "ours") for over, name in over_cpu],
+        targets=_targets(record),
+        head=head,
+        rows=[list(map(_cell, head, line)) for line in lines],
+        numbers=_NUMBERS,
+        environment=_environment(record),
+    )
 
 
 def _cases(rows: Iterable[Row]) -> Cases:
@@ -106,14 +106,7 @@ def _lost(rows: Sequence[Row]) -> bool:
     return any(row.p50 is None for row in ours) and any(row.p50 is not None and row.peer for row in rows)
 
 
-def _remark(text: str) -> str:
-    return f'<p class="soft">{escape(text)}</p>'
-
-
-# --- figures and notes -----------------------------------------------------------------------------------------------
-
-
-def _facts(record: BenchmarkRecord, cases: Cases) -> str:
+def _figures(record: BenchmarkRecord, cases: Cases) -> list[tuple[str, str, str]]:
     contested = [row for row in record.rows if row.speedup is not None and row.runner == OURS]
     items = []
     if contested:
@@ -129,10 +122,10 @@ def _facts(record: BenchmarkRecord, cases: Cases) -> str:
     for name, value in record.ceilings.items():
         what, _, unit = name.rpartition(" ")
         items.append((what[:1].upper() + what[1:], plain(value), f"{unit}, ceiling measured in this run"))
-    return facts(items)
+    return items
 
 
-def _notes(record: BenchmarkRecord) -> str:
+def _notes(record: BenchmarkRecord) -> list[str]:
     absent = [row for row in record.rows if row.p50 is None]
     wrong = [f"{row.op} {row.case}: {row.runner} was {row.note}" for row in absent if row.wrong]
     reasons: dict[tuple[str, str, str], list[str]] = {}
@@ -143,37 +136,10 @@ def _notes(record: BenchmarkRecord) -> str:
         f"{op}: {runner} did not run: {note} ({cases[0]}{f' and {len(cases) - 1} more' if len(cases) > 1 else ''})"
         for (runner, note, op), cases in reasons.items()
     ]
-    lines = [*record.notes, *wrong, *missing]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return card("To know first", f"<ul>{items}</ul>", "warn") if lines else ""
+    return [*record.notes, *wrong, *missing]
 
 
-# --- cases as bars ---------------------------------------------------------------------------------------------------
-
-
-def _losses(cases: Cases) -> str:
-    lost = {key: rows for key, rows in cases.items() if _lost(rows)}
-    if not lost:
-        return ""
-    text = _remark("Cases in which a peer was faster, the worst first.")
-    return card("Lost", text + _key() + "".join(map(_case, lost.values())), "warn")
-
-
-def _key() -> str:
-    names = (("--one", "Accelerant, at least as fast or level"), ("--two", "Accelerant, slower"), ("--peer", "peers"))
-    items = "".join(f'<span><i style="background:var({color})"></i>{name}</span>' for color, name in names)
-    return f'<div class="keys">{items}</div>'
-
-
-def _suite(suite: str, cases: Cases) -> str:
-    """Return a suite's cases that have a peer and were not lost."""
-    ours = [rows for key, rows in cases.items() if key[0] == suite and not _lost(rows)]
-    shown = [rows for rows in ours if any(row.speedup is not None for row in rows)]
-    return card(f"{suite.capitalize()}: compared with the peers", _key() + "".join(map(_case, shown))) if shown else ""
-
-
-def _case(rows: Sequence[Row]) -> str:
-    """Return the bars of a case's runners, on a scale of their own."""
+def _case_bars(rows: Sequence[Row]) -> CaseBars:
     ran = [row for row in rows if row.p50 is not None]
     ours = next((row for row in rows if row.runner == OURS), None)
     aside = f"{ours.speedup:.3g}x the fastest peer's speed" if ours is not None and ours.speedup is not None else ""
@@ -193,27 +159,7 @@ def _case(rows: Sequence[Row]) -> str:
         )
         for row in ran
     ]  # fmt: skip
-    return bars(f"{ran[0].op} {ran[0].case}", shown, aside=aside)
-
-
-def _ceilings(record: BenchmarkRecord) -> str:
-    rows = [row for row in record.rows if row.runner == OURS and row.percent_of_ceiling is not None]
-    shown = [
-        Bar(f"{row.op} {row.case}", min(percent, 150.0), f"{percent:.0f}% of {row.ceiling}", "ours")
-        for percent, row in sorted(((row.percent_of_ceiling or 0.0, row) for row in rows), key=lambda pair: pair[0])
-    ]
-    text = _remark("Ours; the dashed line is the ceiling, bars end at 150%.")
-    return card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
-
-
-def _cpu(record: BenchmarkRecord) -> str:
-    rows = sorted((row.over_cpu, f"{row.op} {row.case}") for row in record.rows if row.over_cpu is not None)
-    shown = [Bar(name, math.log10(max(over, 1.0)), f"{over:,.0f}x", "ours") for over, name in rows]
-    text = _remark("Bars on a logarithmic scale; the table says how the CPU was measured.")
-    return card("Over this machine's CPU", text + bars("", shown)) if shown else ""
-
-
-# --- rates by size ---------------------------------------------------------------------------------------------------
+    return f"{ran[0].op} {ran[0].case}", aside, shown
 
 
 _STYLES = {OURS: "s0", "torch": "s4", "torch.compile": "s2"}
@@ -221,7 +167,7 @@ _STYLES = {OURS: "s0", "torch": "s4", "torch.compile": "s2"}
 
 def _charts(rows: Iterable[tuple[str, str, float, float]], x_label: str) -> list[tuple[str, str]]:
     """Return titles and charts of (title, line, x, GB/s)."""
-    series: dict[str, dict[str, Points]] = {}
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for title, line, x, rate in rows:
         series.setdefault(title, {}).setdefault(line, []).append((x, rate))
     charts = []
@@ -234,58 +180,41 @@ def _charts(rows: Iterable[tuple[str, str, float, float]], x_label: str) -> list
     return charts
 
 
-def _sweep_rates(record: BenchmarkRecord) -> str:
-    """Return charts of GB/s by log2 of the elements, one for each op and direction; round numbers of elements only."""
-    rows = []
-    for row in record.rows:
+def _sweep_rates(rows: Iterable[Row]) -> Iterator[tuple[str, str, float, float]]:
+    """Yield op and direction, runner, log2 of the elements and GB/s; round numbers of elements only."""
+    for row in rows:
         size = re.match(r"(\d+)x(\d+)\b", row.case)
         if row.rate_gb_s and size and (elements := int(size[1]) * int(size[2])) % 2 == 0:
-            rows.append((f"{row.op} {row.case.split()[-1]}", row.runner, math.log2(elements), row.rate_gb_s))
-    charts = "".join(
-        f"<div><b>{escape(name)}</b>{chart}</div>" for name, chart in _charts(rows, "log2 of the elements")
-    )
-    text = _remark("Least bytes over the median; only the record has odd numbers of elements.")
-    return card("Rate by size", f'{text}<div class="row">{charts}</div>') if charts else ""
+            yield f"{row.op} {row.case.split()[-1]}", row.runner, math.log2(elements), row.rate_gb_s
 
 
-def _sweep_losses(record: BenchmarkRecord) -> str:
-    """Return a table of the sizes at which torch or torch.compile was faster."""
-    lost = [
-        (row, min((peer for peer in rows if peer.peer and peer.p50), key=lambda peer: peer.p50 or 0.0))
-        for rows in filter(_lost, _cases(record.rows).values())
-        for row in rows
-        if row.runner == OURS
-    ]
-    if not lost:
-        return ""
-    lost.sort(key=lambda pair: pair[0].speedup or 0.0)
-    rows = (
-        (
-            ("word", row.op), ("wide", row.case), ("wide", row.implementation), ("number", plain(row.p50)),
-            ("word", peer.runner), ("number", plain(peer.p50)), ("number bad", f"{row.speedup:.2f}x"),
-        )
-        for row, peer in lost
-    )  # fmt: skip
-    count = len({row.case_key for row in record.rows if row.runner == OURS})
-    text = _remark(f"{len(lost)} of {count} sizes, the worst first; times in ms.")
-    head = ("op", "case", "ran", "p50", "faster", "p50", "speedup")
-    return card("Lost in the sweep", text + table(head, rows), "warn")
-
-
-def _links(record: BenchmarkRecord) -> str:
-    """Return charts of copy rates by size, one each for the link's directions and the device."""
-    rows = []
-    for row in record.rows:
+def _link_rates(rows: Iterable[Row]) -> Iterator[tuple[str, str, float, float]]:
+    """Yield direction, kind of memory, log2 of the MiB and GB/s of copies over a link and on the device."""
+    for row in rows:
         size = re.match(r"(\d+) (B|KiB|MiB|GiB)\b", row.case)
         if row.suite == "bandwidth" and size is not None and row.rate_gb_s is not None:
             mib = int(size[1]) * {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 2**10}[size[2]]
             name = f"{row.case[size.end() :].strip()}, {row.implementation}".removeprefix(", ")
-            rows.append((f"{row.op[:1].upper()}{row.op[1:]}", name, math.log2(mib), row.rate_gb_s))
-    charts = "".join(card(title, chart) for title, chart in _charts(rows, "log2 of the size in MiB"))
-    return f'<div class="row">{charts}</div>' if charts else ""
+            yield f"{row.op[:1].upper()}{row.op[1:]}", name, math.log2(mib), row.rate_gb_s
 
 
-# --- the roofline ----------------------------------------------------------------------------------------------------
+def _sweep_losses(rows: Iterable[Row]) -> list[Cells]:
+    """Return a row for each size at which torch or torch.compile was faster."""
+    lost = [
+        (row, min((peer for peer in rows if peer.peer and peer.p50), key=lambda peer: peer.p50 or 0.0))
+        for rows in filter(_lost, _cases(rows).values())
+        for row in rows
+        if row.runner == OURS
+    ]
+    lost.sort(key=lambda pair: pair[0].speedup or 0.0)
+    return [
+        [
+            ("word", row.op), ("wide", row.case), ("wide", row.implementation), ("number", plain(row.p50)),
+            ("word", peer.runner), ("number", plain(peer.p50)), ("number bad", f"{row.speedup:.2f}x"),
+        ]
+        for row, peer in lost
+    ]  # fmt: skip
+
 
 _WIDTH, _HEIGHT = 1060, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 16, 44
@@ -310,36 +239,22 @@ def roofline(record: BenchmarkRecord) -> str:
     def y(rate: float) -> float:
         return round(base - (math.log10(rate) - y_low) / (y_high - y_low) * (base - _TOP), 1)
 
-    def dot(row: Row) -> str:
+    def dot(row: Row) -> tuple[float, float, str, str]:
         lost = row.speedup is not None and row.speedup < 1
         style = f"dot {'s1' if lost else 's0'}" if row.compared else "peer-dot"
-        title = escape(f"{row.op} {row.case}, {row.runner} {row.implementation}: {row.tflop_s:.0f} TFLOP/s")
-        at = f'cx="{x(row.flops / row.bytes)}" cy="{y(row.tflop_s or 1.0)}"'
-        return f'<circle class="{style}" {at} r="5"><title>{title}</title></circle>'
+        title = f"{row.op} {row.case}, {row.runner} {row.implementation}: {row.tflop_s:.0f} TFLOP/s"
+        return x(row.flops / row.bytes), y(row.tflop_s or 1.0), style, title
 
-    parts = []
-    for power in range(math.ceil(x_low), math.floor(x_high) + 1):
-        at = x(10**power)
-        parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{_TOP}" y2="{base}"/>')
-        parts.append(f'<text x="{at}" y="{base + 16}" text-anchor="middle">{10**power:g}</text>')
-    for power in range(math.ceil(y_low), math.floor(y_high) + 1):
-        at = y(10**power)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4}" text-anchor="end">{10**power:g}</text>')
-    start = 10**x_low
-    roof = f"{x(start)},{y(copy * start / 1e3)} {x(ridge)},{y(matrix)} {x(10**x_high)},{y(matrix)}"
-    parts += [
-        f'<polyline class="line s5" points="{roof}"/>',
-        f'<text x="{right}" y="{y(matrix) - 6}" text-anchor="end">{matrix:.0f} TFLOP/s, matrix product</text>',
-        f'<text x="{x(start * 1.3)}" y="{y(copy * start * 1.3 / 1e3) + 34}">{copy:.0f} GB/s, copy</text>',
-        *map(dot, sorted(rows, key=lambda row: row.compared)),  # ours over the peers
-        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">operations a byte</text>',
-        f'<text x="14" y="{_TOP + 4}">TFLOP/s</text>',
-    ]
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Roofline">{"".join(parts)}</svg>'
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
+    start, end = 10**x_low, 10**x_high
+    return render(
+        "bench/roofline.html",
+        columns=[(x(10**n), f"{10**n:g}") for n in range(math.ceil(x_low), math.floor(x_high) + 1)],
+        levels=[(y(10**n), f"{10**n:g}") for n in range(math.ceil(y_low), math.floor(y_high) + 1)],
+        roof=[(x(start), y(copy * start / 1e3)), (x(ridge), y(matrix)), (x(end), y(matrix))],
+        dots=list(map(dot, sorted(rows, key=lambda row: row.compared))),  # ours over the peers
+        copy=copy, matrix=matrix, copy_label=(x(start * 1.3), y(copy * start * 1.3 / 1e3)),
+        width=_WIDTH, height=_HEIGHT, left=_LEFT, right=right, top=_TOP, base=base,
+    )  # fmt: skip
 
 
 def _met(row: Row, cases: Cases) -> bool:
@@ -347,11 +262,9 @@ def _met(row: Row, cases: Cases) -> bool:
     return bool(row.reached) and all(peer.p50 is not None or peer.compared for peer in cases[row.case_key])
 
 
-def _targets(record: BenchmarkRecord) -> str:
+def _targets(record: BenchmarkRecord) -> list[Cells]:
     cases = _cases(record.rows)
     aimed = [row for row in record.rows if row.aims and row.compared]
-    if not aimed:
-        return ""
     rows = []
     for row in sorted(aimed, key=lambda row: _met(row, cases)):
         met = _met(row, cases)
@@ -362,15 +275,14 @@ def _targets(record: BenchmarkRecord) -> str:
             reached += ", a peer did not run"
         own = next((other for other in cases[row.case_key] if other.runner == OWN), None)
         rows.append(
-            (
+            [
                 ("word", row.op), ("wide", row.case), ("wide", row.implementation),
                 ("number", row.aims), ("number", reached),
                 ("number", "the same" if own is None else _figure(own)),
                 ("good", "reached") if met else ("bad", "unmet"),
-            )
+            ]
         )  # fmt: skip
-    head = ("op", "case", "ran", "to reach", "p50", "own kernel, forced", "")
-    return card("Targets", table(head, rows, head[3:6]))
+    return rows
 
 
 def _figure(row: Row) -> str:
@@ -388,9 +300,9 @@ def _cell(name: str, text: str) -> tuple[str, str]:
     return ("number" if name in _NUMBERS else "word") + (" bad" if lost else ""), text
 
 
-def _environment(record: BenchmarkRecord) -> str:
+def _environment(record: BenchmarkRecord) -> list[tuple[str, str]]:
     env = record.environment
-    items: Iterable[tuple[str, str]] = (
+    return [
         ("device", f"{env.device} ({env.backend}, {env.architecture})"),
         ("driver", env.driver or "none"),
         ("system", env.system),
@@ -398,8 +310,7 @@ def _environment(record: BenchmarkRecord) -> str:
         *((name, value) for name, value in (("commit", env.commit), ("command", env.command)) if value),
         *env.packages.items(),
         *((f"ceiling: {name}", plain(value, 5)) for name, value in record.ceilings.items()),
-    )
-    return card("Environment", table((), ((("soft", name), ("wide", value)) for name, value in items)))
+    ]
 
 
 _LEAST = 0.05  # change of a median from run to run by clocks and memory layouts, however steady each run is

@@ -1,6 +1,8 @@
-"""Tables as text, and HTML pages that load nothing from anywhere, of the parts in html_page.html.
+"""Tables as text, and HTML pages that load nothing from anywhere.
 
-Texts are escaped, except those that a docstring calls HTML. Lines and dots of a chart have the classes s0 to s5.
+A page is a jinja2 template beside the module whose data it shows; it extends page.html and uses the macros of
+html_page.html. Texts are escaped, except those that a docstring calls HTML. Lines and dots of a chart have the classes
+s0 to s5.
 """
 
 from __future__ import annotations
@@ -16,37 +18,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_STYLE = Path(__file__).with_suffix(".css")
+_PACKAGE = Path(__file__).parents[1]
 
 
 @functools.cache
-def _parts() -> Any:
-    from jinja2 import Environment  # on the first page
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader  # on the first page
 
-    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return Environment(autoescape=True).from_string(text).module
+    loader = FileSystemLoader(_PACKAGE)
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, auto_reload=False, loader=loader)
+
+
+def parts() -> Any:
+    """Return the macros of html_page.html as functions, whose results are HTML."""
+    return _environment().get_template("runtime/html_page.html").module
+
+
+def render(template: str, **values: object) -> str:
+    """Return the page that a template of this package makes of the values; `template` is its path in the package."""
+    return str(_environment().get_template(template).render(values)).encode(errors="backslashreplace").decode()
 
 
 def document(title: str, style: str, body: Sequence[str]) -> str:
     """Return a page whose parts are HTML, with a style sheet of its own after that of all pages."""
-    sheet = _STYLE.read_text(encoding="utf-8") + style
-    page = str(_parts().page(title, sheet, list(filter(None, body))))
-    return page.encode(errors="backslashreplace").decode()
+    return render("runtime/page.html", title=title, style=style, parts=list(filter(None, body)))
 
 
-def card(title: str, content: str, style: str = "") -> str:
-    """Return a card of HTML under a heading; `style` is a further CSS class."""
-    return str(_parts().card(title, content, f"card {style}".strip()))
-
-
-def facts(items: Iterable[tuple[str, str, str]]) -> str:
-    """Return a row of figures, each of a name, a value and a remark."""
-    return str(_parts().facts(items))
+def card(title: str, content: str) -> str:
+    """Return a card of HTML under a heading."""
+    return str(parts().card(title, content))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], numbers: Iterable[str] = ()) -> str:
     """Return a table that scrolls sideways; cells have a CSS class and a text, `numbers` align right."""
-    return str(_parts().table(head, rows, set(numbers)))
+    return str(parts().table(head, rows, tuple(numbers)))
 
 
 _GAP, _NARROWEST = 2, 8
@@ -96,12 +101,6 @@ class Bar:
     style: str = "peer"
     low: float = 0.0
     high: float = 0.0
-
-
-def bars(title: str, shown: Sequence[Bar], *, aside: str = "", limit: float = 0.0) -> str:
-    """Return bars on one scale, with a dashed line at `limit` unless it is 0; `aside` follows the title as text."""
-    most = max([limit, *(max(bar.value, bar.high) for bar in shown)]) or 1.0
-    return str(_parts().bars(title, shown, aside, limit, most))
 
 
 _WIDTH, _HEIGHT = 540, 300
@@ -196,7 +195,7 @@ def line_chart(
         return round(base - (y - low_y) / (high_y - low_y) * (base - _TOP), 1)
 
     return str(
-        _parts().chart(
+        parts().chart(
             [(line, [(across(x), up(y)) for x, y in points]) for line, points in shown],
             [(up(y), short_number(y)) for y in ticks(low_y, high_y)],
             [(across(x), short_number(x)) for x in ticks(low_x, high_x, 6)],
