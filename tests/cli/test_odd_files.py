@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerant._version import __version__
 from accelerant.cli.app import exit_status
 from accelerant.errors import FormatError
 from accelerant.nn import GPT, GPTConfig
@@ -143,17 +144,31 @@ def test_ctrl_c_while_a_class_is_made_is_an_interrupt():
     assert ended.value.code == 130
 
 
+STARTED = """
+import sys
+
+class Started:
+    def find_spec(self, name, *_):
+        if name == "accelerant.cli.app":
+            sys.meta_path.remove(self)
+            print("up", end="", flush=True)
+
+sys.meta_path.insert(0, Started())
+from accelerant.cli import main
+main()
+"""
+
+
 @pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["devices", "train --data t --out o", "data prepare t --out p"])
 def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(tmp_path, command):
-    """At moments from the package's first import on; before, the signal is Python's own."""
+    """At moments from the command line's first import on; before, the signal is Python's own."""
     (tmp_path / "t").write_text(TEXT * 200)
-    start = "import sys; sys.stdout.write('up'); sys.stdout.flush(); from accelerant.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     for delay_s in (0.1, 0.4, 1.6):
         process = subprocess.Popen(
-            [sys.executable, "-c", start, *command.split()], cwd=tmp_path, env=environment, text=True,
+            [sys.executable, "-c", STARTED, *command.split()], cwd=tmp_path, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in a background job
         )  # fmt: skip
@@ -197,3 +212,27 @@ def test_ctrl_c_while_a_module_is_imported_ends_the_process_at_once(name):
         [sys.executable, "-c", INTERRUPTED.format(name=name)], env=environment, capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "accelerant: interrupted\n")
+
+
+ENDING = """
+import atexit, os, signal
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Last:
+    def __del__(self, interrupt=interrupt):
+        interrupt()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(interrupt)
+last = Last()  # which goes with its module
+from accelerant.cli import main
+main(["--version"])
+"""
+
+
+def test_ctrl_c_after_a_command_leaves_its_status():
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"accelerant {__version__}\n", "")

@@ -8,6 +8,7 @@ commands end with 1 only if a proof is invalid, or some of many witnesses failed
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -78,16 +79,31 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default the process's arguments without the program's name, and exit."""
     args = sys.argv[1:] if arguments is None else arguments
-    with exit_status(2 if args[:1] == ["zk"] else 1):
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            with suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGINT, _interrupt)
+    with exit_status(2 if args[:1] == ["zk"] else 1), _interruptible():
         prepare_streams()
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
         known = args[:1] if args and args[0] in COMMANDS else COMMANDS  # importing the others takes up to 0.1 s
         build_app(known)(args=args, prog_name="accelerant", obj=args)  # the arguments, to start processes with
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C interrupt a block; what the process does at its exit goes on, since its status is known."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        atexit.unregister(_ignore_interrupt)  # of an earlier command
+        atexit.register(_ignore_interrupt)  # the latest is the first to be called
+
+
+def _ignore_interrupt() -> None:
+    if signal.getsignal(signal.SIGINT) is _interrupt:  # the interpreter, as it ends, would let the signal end it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
