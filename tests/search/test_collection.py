@@ -439,6 +439,9 @@ def test_a_server_is_answered_for_with_its_age():
         assert collection.search(row, 1).ids == [[5]]
         collection.delete([5])
         assert client.count("papers").count == 99
+        collection.upsert([1, 2, 3], vectors(3), [{"a b": 1}, {"a.b": 1}, {"a": {"b": 1}}])
+        for row, key in enumerate(('"a b"', '"a.b"', "a.b"), 1):
+            assert collection.select({"must": [{"key": key, "match": {"value": 1}}]}).tolist() == [row]
 
 
 def test_a_write_whose_answer_is_lost_is_seen_by_the_next_search():

@@ -1,5 +1,7 @@
 """Filters over payloads: which points they select, beside Qdrant Edge."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, seed, settings
@@ -20,8 +22,10 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=2), max_leaves=5
 )
 PAYLOADS = st.lists(st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=12)
-KEYS = st.sampled_from(["a", "b", "c", "a.b", "a[]", "a[].b", "b[0]", "c[].a.b", '"a"."c"', "a[1].b", "missing"])
-WHOLE = st.integers(-3, 5) | st.sampled_from([2**53 + 1, 2**62, 2**63 - 1])
+KEYS = st.sampled_from(
+    ["a", "b", "c", "a.b", "a[]", "a[].b", "b[0]", "c[].a.b", '"a"."c"', "a[1].b", "a[][]", "missing"]
+)
+WHOLE = st.integers(-3, 5) | st.sampled_from([2**53 + 1, 2**62, 2**63 - 1, -(2**63)])
 WORDS = st.sampled_from(["x", "y", "1", "", "red Fox", "2020-01-01", "zzz"])
 
 
@@ -33,7 +37,7 @@ FIELDS = st.builds(
     lambda key, rest: {"key": key, **rest},
     KEYS,
     st.one_of(
-        st.builds(lambda x: {"match": {"value": x}}, WHOLE | WORDS),
+        st.builds(lambda x: {"match": {"value": x}}, WHOLE | WORDS | st.booleans()),
         st.builds(lambda name, xs: {"match": {name: xs}}, st.sampled_from(["any", "except"]),
                   st.lists(WHOLE, min_size=1, max_size=3) | st.lists(WORDS, min_size=1, max_size=3)),
         st.builds(lambda x: {"range": x}, _some(st.sampled_from([-2.5, 0.0, 0.5, 1.0, 2.0, 4.0, 2.0**53, 2.0**62]))),
@@ -135,3 +139,26 @@ def test_selects_what_qdrant_selects(shards, rng, record_property, indexed):
 
     compare()
     record_property("filters beside Qdrant Edge", tried)
+
+
+VALUES_AT_EDGES = [
+    2**63 - 1, -(2**63), 2**63, 0, 1, True, [True, 1], [False], None, [], [[]], [[], [1]], [[None], [1]], [[None, 3]],
+    [[], None], [3, None], {}, [{"b": True, "t": "fox"}], [{"b": 1, "t": "fox"}],
+]  # fmt: skip
+
+
+def test_ends_of_int64_booleans_and_values_in_lists(shards):
+    payloads = [{"a": value} for value in VALUES_AT_EDGES] + [{}]
+    shard = shards(payloads)
+    of_nested = [{"key": "t", "match": {"text": "fox"}}, {"key": "b", "match": {"value": True}}]
+    for condition, rows in (
+        *(({"key": "a", "match": {"value": VALUES_AT_EDGES[i]}}, [i]) for i in (0, 1, 3)),
+        ({"key": "a", "match": {"value": 1}}, [4, 6]), ({"key": "a", "match": {"value": True}}, [5, 6]),
+        ({"key": "a", "match": {"value": False}}, [7]), ({"key": "a", "match": {"any": [2**63 - 1]}}, [0]),
+        ({"nested": {"key": "a", "filter": {"must": of_nested}}}, [17]),
+        ({"nested": {"key": "a", "filter": {"should": []}}}, []), ({"should": []}, list(range(len(payloads)))),
+    ):  # fmt: skip
+        assert selected(payloads, condition, shard) == edge_ids(shard, {"must": [condition]}) == rows, condition
+    for key, name, value in itertools.product(("a", "a[]", "a[][]", "a[0]"), ("is_empty", "is_null"), (True, False)):
+        for condition in ({"key": key, name: value}, {name: {"key": key}}):
+            assert selected(payloads, condition, shard) == edge_ids(shard, {"must": [condition]}), condition

@@ -99,14 +99,15 @@ class Column:
         self.row, self.kind = Growing(np.int32), Growing(np.uint8)
         self.number, self.integer, self.code = Growing(np.float64), Growing(np.int64), Growing(np.int32)
         self.count_row, self.count = Growing(np.int32), Growing(np.int64)
-        self.empty, self.null = Growing(np.bool_), Growing(np.bool_)
+        self.null = Growing(np.bool_)
+        """Whether a value is or has null, in rows `count_row`, which has every row, as `count` does."""
         self.object_row = Growing(np.int32)
         self.objects = Table()
 
     def extend(self, payloads: Sequence[Payload]) -> None:
         """Append the rows of payloads."""
         rows, elements, count_rows, counts, objects, object_rows = [], [], [], [], [], []
-        empty, null = [], []
+        null: list[bool] = []
         for row, payload in enumerate(payloads, self.size):
             values = values_at(payload, self.path)
             lists = [value if isinstance(value, list) else None for value in values]
@@ -116,17 +117,16 @@ class Column:
             sizes = [len(m) if m is not None else int(v is not None) for v, m in zip(values, lists, strict=True)]
             counts += sizes or [0]
             count_rows += [row] * max(1, len(sizes))
-            empty.append(not any(sizes))
-            null.append(any(x is None for x in flat))
+            null += [None in ([v] if m is None else m) for v, m in zip(values, lists, strict=True)] or [False]
             inner = values_at(payload, (*self.path, None)) if self.path[-1] is not None else values
             objects += (found := [x for x in inner if isinstance(x, Mapping)])
             object_rows += [row] * len(found)
         typed = [(x, _kind(x)) for x in elements]
         for growing, found_values in (
             (self.row, rows), (self.kind, [kind for _, kind in typed]), (self.count_row, count_rows),
-            (self.count, counts), (self.empty, empty), (self.null, null), (self.object_row, object_rows),
+            (self.count, counts), (self.null, null), (self.object_row, object_rows),
             (self.number, [float(x) if _BOOL <= kind <= _FLOAT else np.nan for x, kind in typed]),
-            (self.integer, [x if kind == _INTEGER and -(2**63) <= x < 2**63 else 0 for x, kind in typed]),
+            (self.integer, [x if kind == _INTEGER else 0 for x, kind in typed]),
             (self.code, [self._code(x) if kind == _TEXT else -1 for x, kind in typed]),
         ):  # fmt: skip
             growing.append(found_values)
@@ -151,7 +151,7 @@ class Column:
             found |= (kind == _BOOL) & _among(self.number.array, flags)
         if whole := [x for x in values if isinstance(x, int) and not isinstance(x, bool)]:
             small = [x for x in whole if -(2**63) <= x < 2**63]
-            found |= (kind == _INTEGER) & (np.abs(self.number.array) < 2.0**63) & _among(self.integer.array, small)
+            found |= (kind == _INTEGER) & _among(self.integer.array, small)
         return found
 
     def numbers(self) -> npt.NDArray[np.float64]:
@@ -171,9 +171,9 @@ class Column:
 def _kind(x: Any) -> int:
     if x is None or isinstance(x, bool):
         return _NULL if x is None else _BOOL
-    return (
-        _TEXT if isinstance(x, str) else _INTEGER if isinstance(x, int) else _FLOAT if isinstance(x, float) else _OTHER
-    )
+    if isinstance(x, int):
+        return _INTEGER if -(2**63) <= x < 2**63 else _FLOAT
+    return _TEXT if isinstance(x, str) else _FLOAT if isinstance(x, float) else _OTHER
 
 
 def _among(array: npt.NDArray[Any], values: Sequence[Any]) -> npt.NDArray[Any]:
@@ -276,7 +276,8 @@ class Evaluator:
             mask &= self.mask(one)
         for one in _conditions(given.get("must_not")):
             mask &= ~self.mask(one)
-        if should := _conditions(given.get("should")):
+        should = _conditions(given.get("should"))
+        if should or (self._ask is None and "should" in given):  # inside of nested no condition holds of none
             mask &= np.logical_or.reduce([self.mask(one) for one in should])
         if "min_should" in given:
             _only(given["min_should"], "conditions", "min_count")
@@ -301,10 +302,12 @@ class Evaluator:
         return mask
 
     def _is_empty(self, given: Any) -> Mask:
-        return self._column(given).empty.array.copy()
+        column = self._column(given)
+        return ~column.any(column.count.array > 0, column.count_row)
 
     def _is_null(self, given: Any) -> Mask:
-        return self._column(given).null.array.copy()
+        column = self._column(given)
+        return column.any(column.null.array, column.count_row)
 
     def _column(self, given: Any) -> Column:
         _only(given, "key")
@@ -327,10 +330,10 @@ class Evaluator:
         if "values_count" in given:
             chosen = _bounded(column.count.array, given["values_count"], "values_count", (int,))
             found.append(column.any(chosen, column.count_row))
-        for name in ("is_empty", "is_null"):
+        for name in ("is_empty", "is_null"):  # of any value
             if name in given:
-                mask = (column.empty if name == "is_empty" else column.null).array
-                found.append(mask if given[name] else ~mask)
+                states = column.count.array == 0 if name == "is_empty" else column.null.array
+                found.append(column.any(states == bool(given[name]), column.count_row))
         if not found:
             raise ConfigError(f"the condition on {clipped(given['key'])} says nothing: give match, range or another")
         either: Mask = np.logical_or.reduce(found)  # as Qdrant, which takes the first that holds

@@ -71,7 +71,7 @@ class Store:
 
     def parts(self, name: str) -> dict[PointId, Mapping[str, Any]]:
         """Return the parts of all payloads under a name."""
-        return {_plain_id(each.id): each.payload or {} for some in self.scroll(payload=[name]) for each in some}
+        return {_plain_id(each.id): each.payload or {} for some in self.scroll(payload=[f'"{name}"']) for each in some}
 
     def payloads(self, ids: Sequence[PointId]) -> dict[PointId, Mapping[str, Any]]:
         """Return the payloads of points."""
@@ -203,8 +203,8 @@ class EdgeStore(Store):
 
     def scroll(self, *, vectors: bool = False, payload: Any = False, filter: Any = None) -> Iterator[list[Any]]:
         """Yield the records of points in the order of their ids."""
-        offset, names = None, [f'"{name}"' for name in payload] if payload else False
-        options = {"limit": _READ, "filter": filter, "with_payload": names, "with_vector": vectors}
+        offset = None
+        options = {"limit": _READ, "filter": filter, "with_payload": payload, "with_vector": vectors}
         while True:
             records, offset = self._asked("scroll", self._edge.ScrollRequest(offset=offset, **options))
             yield records
@@ -252,7 +252,8 @@ def edge_filter(given: Mapping[str, Any], edge: Any) -> Any:
         made = dict(one)
         if match := one.get("match"):
             [(name, value)] = match.items()
-            made["match"] = getattr(edge, "Match" + "".join(part.title() for part in name.split("_")))(value)
+            kind = getattr(edge, "Match" + "".join(part.title() for part in name.split("_")))
+            made["match"] = kind(np.bool_(value) if isinstance(value, bool) else value)  # Python's is taken for 1
         if bounds := one.get("range"):
             timed = any(isinstance(x, str) for x in bounds.values())
             kind = edge.RangeDateTime if timed else edge.RangeFloat
