@@ -381,11 +381,10 @@ class Accelerator(methods.Operations):
                 return origin.wrap(self._run(name, to_tensors(name, arrays, self._torch_device)[0], options))
 
             timings = time_implementations(name, run, whole, self.synchronize, iterations, self.backend)
-            made = tensors_of(run())
+            work = _work(name, tensors, run(), options)
         shapes = ", ".join(f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}" for x in tensors)
-        moved = sum(x.nbytes for x in (*tensors, *made))
-        flops = METHODS[name].flops(tensors, made[0], **options)
-        return OpBenchmark(name, shapes, f"{self.device.label} ({self.device.name})", timings, moved, flops)
+        device = f"{self.device.label} ({self.device.name})"
+        return OpBenchmark(name, shapes, device, timings, work["bytes"], work["flops"])
 
     def _benchmark_all(self, iterations: int, size: int) -> dict[str, dict[str, float]]:
         results: dict[str, dict[str, float]] = {}
@@ -397,12 +396,10 @@ class Accelerator(methods.Operations):
                 samples = sample_ms(call, self.synchronize, iterations)
             except UnsupportedCase:
                 continue
-            results_made = tensors_of(call())
-            moved = sum(x.nbytes for x in (*args, *results_made))
-            flops = method.flops(args, results_made[0], **options)
-            median = quantile(samples, 0.5) or math.nan
+            work = _work(name, args, call(), options)
+            per_ns = 1e6 * (quantile(samples, 0.5) or math.nan)
             results[name] = {f"p{q}_ms": quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
-            results[name] |= {"gb_per_s": moved / median / 1e6, "gflop_per_s": flops / median / 1e6}
+            results[name] |= {"gb_per_s": work["bytes"] / per_ns, "gflop_per_s": work["flops"] / per_ns}
         return results
 
     # --- many calls ----------------------------------------------------------------------------------------------
@@ -421,11 +418,12 @@ class Accelerator(methods.Operations):
         return Batch(self._checked, self._batched_run, kind, self.config.memory_limit_bytes)
 
     def _checked(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], int, int]:
-        """Return the arrays of a call as they are to be moved, and the bytes that `_check_memory` returns."""
+        """Return the arrays of a call as they are to be moved, and the bytes of inputs, and of result and scratch."""
         prepare = METHODS[name].prepare
         if prepare is not None:
             arrays = tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
-        return arrays, *self._check_memory(name, arrays, options)
+        inputs, made, _ = self._fit(name, arrays, options)
+        return arrays, inputs, made
 
     def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int, in_turn: bool) -> Results:
         self._check_open()
@@ -527,9 +525,9 @@ class Accelerator(methods.Operations):
         cut = split_along_rows(name, tensors, options)
         if cut is None:
             return None
-        size, seconds = sum(x.nbytes for x in tensors), work_s(name, cut.tensors, options)
+        copied, seconds = 2 * sum(x.nbytes for x in tensors), work_s(name, cut.tensors, options)
         on_host = tensors[0].device.type != self._torch_device.type
-        count = devices_worth_using(seconds, 2 * size, cut.rows, len(self._devices), on_host=on_host)
+        count = devices_worth_using(seconds, copied, cut.rows, len(self._devices), on_host=on_host)
         if count < 2:
             return None
         try:
@@ -539,9 +537,7 @@ class Accelerator(methods.Operations):
                 raise
             self._announce(name, f"{count} devices", self.device.label, f"{type(error).__name__}: {error}")
             return None
-        made = tensors_of(result)
-        flops = METHODS[name].flops(tensors, made[0], **options)
-        self._metrics.add(name, bytes=size + sum(y.nbytes for y in made), flops=flops)
+        self._metrics.add(name, **_work(name, tensors, result, options))
         check_time("at its end", self._wait)
         return result, origin
 
@@ -568,10 +564,7 @@ class Accelerator(methods.Operations):
                 result = self._run(name, tensors, options, each)
                 if start is not None:
                     self._metrics.add_time(name, start, self._provider.record_event(self.device.index))
-                made = tensors_of(result)
-                moved = sum(tensor.nbytes for tensor in (*tensors, *made))
-                flops = sum(METHODS[name].flops(tensors, y, **options) for y in (made if each else made[:1]))
-                self._metrics.add(name, bytes=moved, flops=flops)
+                self._metrics.add(name, **_work(name, tensors, result, options, each))
                 check_time("at its end", self._wait)
                 return result
             except Exception as error:  # noqa: BLE001 - as above
@@ -623,13 +616,10 @@ class Accelerator(methods.Operations):
 
     def _division(self, name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[Split | None, int]:
         """Return how a call is divided, None if it is not, and the rows of a part: for the three limits."""
-        size, limit = self.config.batch_size, self.config.memory_limit_bytes
+        size = self.config.batch_size
         sums = name in ("msm", "ntt")  # which keep time limits themselves
-        if limit is not None and METHODS[name].scratch:
-            inputs, result = methods.sizes_of(name, tensors, options)
-            fitting = self._rows_that_fit(name, methods.metas_of(name, tensors), options, inputs, result)
-            if fitting is not None:
-                return split_along_rows(name, tensors, options), min(size or fitting, fitting)
+        if METHODS[name].scratch and (fitting := self._fit(name, tensors, options)[2]) is not None:
+            return split_along_rows(name, tensors, options), min(size or fitting, fitting)
         if size is not None and not sums:
             return split_along_rows(name, tensors, options, heads=False), size
         if is_limited() and not sums:
@@ -644,29 +634,25 @@ class Accelerator(methods.Operations):
             check_time(f"after {i} of {calls} calls")
             yield from tensors_of(METHODS[name].run(*tensors[i * width : (i + 1) * width], **options))
 
-    def _check_memory(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
-        """Return the bytes of inputs, and of result and scratch, 0 without a limit; OutOfMemory if parts pass it."""
-        if self.config.memory_limit_bytes is None:
-            return 0, 0
+    def _fit(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int, int | None]:
+        """Return the bytes of inputs, those of result and scratch, and the rows of a part that keeps the limit.
+
+        The rows, images or heads are None for a call that keeps it whole, and the bytes 0 without a limit. OutOfMemory
+        where no part keeps it.
+        """
+        limit = self.config.memory_limit_bytes
+        if limit is None:
+            return 0, 0, None
         inputs, result = methods.sizes_of(name, arrays, options)
-        if not METHODS[name].scratch and inputs + result <= self.config.memory_limit_bytes:
-            return inputs, result
+        if not METHODS[name].scratch and inputs + result <= limit:
+            return inputs, result, None
         try:
             metas = methods.metas_of(name, arrays)
         except Exception:  # noqa: BLE001 - a call that the operation refuses, with its own words, when it runs
             metas = ()
-        rows = self._rows_that_fit(name, metas, options, inputs, result)
-        scratch = scratch_of(name, metas, options, self.device) if rows is None and metas else 0
-        return inputs, result + scratch
-
-    def _rows_that_fit(
-        self, name: str, metas: Tensors, options: dict[str, Any], inputs: int, result: int
-    ) -> int | None:
-        """Return the most rows, images or heads that keep the limit, None for all; OutOfMemory for none."""
-        limit = self.config.memory_limit_bytes or 0
         scratch = scratch_of(name, metas, options, self.device) if metas else 0
         if inputs + result + scratch <= limit:
-            return None
+            return inputs, result + scratch, None
         cut = split_along_rows(name, metas, options) if scratch else None  # without scratch parts need as much
         rows, least = (0, scratch) if cut is None else (cut.rows, scratch)
         while cut is not None and rows > 1:
@@ -674,7 +660,7 @@ class Accelerator(methods.Operations):
             least = scratch_of(name, cut.part(0, rows), options, self.device)
             least += result if cut.curve else result * rows // cut.rows  # results of parts are copied
             if inputs + result + least <= limit:
-                return rows
+                return inputs, result, rows
         sizes = {"inputs": inputs, "result": result, "scratch": min(least, scratch)}
         largest = max(sizes, key=lambda part: sizes[part])
         named = "inputs, result and scratch" if scratch else "inputs and result"
@@ -687,6 +673,13 @@ class Accelerator(methods.Operations):
         first = ledger().fallback(FallbackRecord(op, "", unused, ran, reason))
         if first or self._policy == "warn" or op == "Accelerator":  # each says which device it is on
             warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", errors.FallbackWarning, stacklevel=4)
+
+
+def _work(name: str, tensors: Tensors, result: Results, options: dict[str, Any], each: int = 0) -> dict[str, int]:
+    """Return the bytes that a call reads and writes, and its operations; `each` is the number of calls in turn."""
+    made = tensors_of(result)
+    flops = sum([METHODS[name].flops(tensors, y, **options) for y in (made if each else made[:1])])
+    return {"bytes": sum([x.nbytes for x in (*tensors, *made)]), "flops": flops}
 
 
 def _rows_between_checks(name: str, cut: Split, options: dict[str, Any]) -> int:
