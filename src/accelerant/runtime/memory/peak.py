@@ -13,7 +13,7 @@ import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -585,7 +585,7 @@ def _budget(budget: int | float | None, step: ModelStep, device: torch.device) -
 
 @dataclass(slots=True)
 class _Search:
-    """One search: its arguments, the predictions by rows, and the real runs."""
+    """A search: its arguments, and the predictions by rows and the real runs so far."""
 
     _step: ModelStep
     _inputs: tuple[Any, ...]
@@ -597,19 +597,58 @@ class _Search:
     _runs: list[tuple[int, int | None]] = field(default_factory=list)
 
     def run(self, confirm: bool) -> BatchSizeSearch:
-        fits = self._predict_largest()
-        total, fewer = self._predicted(fits).total, max(1, fits // 2)
-        slope = self._predicted(fits).inputs
-        if fewer < fits:
-            slope = (total - self._predicted(fewer).total) // (fits - fewer)
-        predicted = BatchSizeSearch(fits, self._budget, total, None, slope, ())
-        if not confirm:
-            return predicted
-        best, measured = self._confirm(fits, max(1, slope))
-        return replace(
-            predicted, batch_size=best, predicted_bytes=self._predicted(best).total, measured_bytes=measured,
-            runs=tuple(self._runs),
-        )  # fmt: skip
+        few, more = min(2, self._maximum), min(4, self._maximum)
+        slope = (self._predicted(more).total - self._predicted(few).total) / max(1, more - few)
+        fits, total = self._largest(lambda rows: self._predicted(rows).total, few, slope, math.inf)
+        if total is None:
+            least = self._predicted(1)
+            raise OutOfMemory(
+                f"not even one row fits {self._budget:,} bytes on {self._device}: it takes {least.total:,} ({least})"
+            )
+        per_row = self._predicted(fits).inputs
+        if fits > 1:
+            per_row = (total - self._predicted(fits // 2).total) // (fits - fits // 2)
+        best, measured = fits, None
+        if confirm:
+            best, measured = self._largest(self._measure, fits, max(1, per_row), _RUNS_LIMIT, _CLOSE_ENOUGH)
+            if measured is None:
+                raise OutOfMemory(
+                    f"not even one row fits {self._budget:,} bytes on {self._device} when run; "
+                    f"the prediction is {self._predicted(1)}"
+                )
+        return BatchSizeSearch(best, self._budget, self._predicted(best).total, measured, per_row, tuple(self._runs))
+
+    def _largest(
+        self, peak_of: Callable[[int], int | None], guess: int, slope: float, tries: float, close: float = 0.0
+    ) -> tuple[int, int | None]:
+        """Return the largest batch within the budget, and its peak; (0, None) if not even one row fits.
+
+        Each guess is where the line through the nearest peaks, or through one of them with the `slope`, meets the
+        budget. Once a batch fits, the search ends after `tries` peaks, or if it could grow by a fraction `close` alone.
+        """
+        low, high = 0, self._maximum + 1  # low fits; high does not, or is not allowed
+        peaks: dict[int, int | None] = {}
+        while high - low > 1 and (not low or len(peaks) < tries):
+            guess = min(max(guess, low + 1), high - 1)
+            peak = peaks[guess] = peak_of(guess)
+            if peak is not None and peak <= self._budget:
+                low = guess
+            else:
+                high = guess
+            under, over = peaks.get(low), peaks.get(high)
+            if under is not None and over is not None:
+                slope = (over - under) / (high - low)
+            if over is None and high in peaks:  # memory ran out, and by how much is unknown
+                guess = (low + high) // 2 if low else high - max(1, high // 4)
+            elif slope <= 0:
+                guess = high - 1
+            elif under is not None:
+                guess = low + int((self._budget - under) / slope)
+            elif over is not None:
+                guess = high - math.ceil((over - self._budget) / slope)
+            if close and low and min(guess, high - 1) - low <= low * close:
+                break
+        return low, peaks.get(low)
 
     def _predicted(self, rows: int) -> PeakPrediction:
         def with_rows(leaf: Tensor) -> Tensor:
@@ -623,54 +662,6 @@ class _Search:
         if rows not in self._predictions:
             self._predictions[rows] = predict_step(self._step, fake_inputs, self._device, self._optimizer)
         return self._predictions[rows]
-
-    def _predict_largest(self) -> int:
-        """Return the largest batch whose prediction fits, by secants between one that fits and one that does not."""
-        low, high = 0, self._maximum + 1  # low fits or is untested; high does not fit or is not allowed
-        guess = min(2, self._maximum)
-        if guess == 2 and self._maximum >= 4:
-            slope = (self._predicted(4).total - self._predicted(2).total) / 2
-            room = self._budget - self._predicted(2).total
-            guess = 2 + int(room / slope) if slope > 0 else self._maximum
-        while high - low > 1:
-            guess = min(max(guess, low + 1), high - 1)
-            if self._predicted(guess).total <= self._budget:
-                low = guess
-            else:
-                high = guess
-            guess = (low + high) // 2
-            if low > 0 and high <= self._maximum:  # the batch at which the line through both meets the budget
-                under, over = self._predicted(low).total, self._predicted(high).total
-                guess = low + int((self._budget - under) / (over - under) * (high - low))
-        if low == 0:
-            least = self._predicted(1)
-            raise OutOfMemory(
-                f"not even one row fits {self._budget:,} bytes on {self._device}: it takes {least.total:,} ({least})"
-            )
-        return low
-
-    def _confirm(self, first: int, slope: int) -> tuple[int, int]:
-        """Return the largest batch that fits in real runs, and its peak; `first` is the predicted one."""
-        good, best_peak, bad = 0, 0, self._maximum + 1
-        guess = first
-        while len(self._runs) < _RUNS_LIMIT or good == 0:
-            peak = self._measure(guess)
-            if peak is not None and peak <= self._budget:
-                good, best_peak = guess, peak
-                following = min(bad - 1, guess + (self._budget - peak) // slope)
-            else:
-                bad = guess
-                over = guess // 4 if peak is None else -(-(peak - self._budget) // slope)
-                following = max(good + 1, guess - max(1, over)) if good == 0 else (good + bad) // 2
-            if bad == 1:
-                raise OutOfMemory(
-                    f"not even one row fits {self._budget:,} bytes on {self._device} when run; "
-                    f"the prediction is {self._predicted(1)}"
-                )
-            if good and following - good <= good * _CLOSE_ENOUGH:
-                break
-            guess = following
-        return good, best_peak
 
     def _measure(self, rows: int) -> int | None:
         """Return the peak of a real run; None if memory ran out."""
