@@ -63,19 +63,20 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return one line with all values but None."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps({name: value for name, value in values.items() if value is not None})
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
         """Read the result of `to_json`; raise ValueError if the line is no record."""
-        values = typed(dict[str, Any], decode_json(line))
-        record: StepRecord = typed(cls, {"tokens_per_s": None, **values})
+        record: StepRecord = typed(cls, {"tokens_per_s": None, **typed(dict[str, Any], decode_json(line))})
         return record
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl, cut to `keep_steps` first; `records` are all, `lost` counts steps without a line."""
+    """Appends records to metrics.jsonl, after dropping those of steps beyond `keep_steps`.
+
+    `records` has all records of the file; `lost` is the number of kept steps that have none.
+    """
 
     def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
         self._path = path
@@ -98,7 +99,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Read the records of a metrics.jsonl, but no last line cut off by a crash; raise FormatError if one is invalid."""
+    """Read the records of a metrics.jsonl; raise FormatError if one is invalid, except a last line that a crash cut."""
     try:
         lines = read_regular(path, 1 << 30).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -115,7 +116,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 class StepTimer:
-    """Measures times between marks: with events on a GPU, without waiting for it; with the clock on the CPU."""
+    """Measures the time between marks: by events on a GPU, without waiting for it, and by the clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -210,7 +211,7 @@ class ProfiledKernel:
 
 
 class StepProfiler:
-    """Profiles steps, of a short run the last, into trace.json (for Chrome), kernels.txt and kernels.json."""
+    """Profiles some steps (the last ones of a short run) into trace.json (for Chrome), kernels.txt and kernels.json."""
 
     def __init__(self, folder: Path, steps: int, run: range, device: torch.device) -> None:
         self._folder = folder
@@ -276,7 +277,7 @@ def kernel_table(rows: list[ProfiledKernel], limit: int = 40) -> str:
 
 # --- the history of a run --------------------------------------------------------------------------------------------
 
-_RISE, _LEAST_RISE = 0.03, 0.01  # of the best held-out loss: evaluations read different shares of the data
+_RISE, _LEAST_RISE = 0.03, 0.01  # relative and absolute rise that counts: evaluations read different parts of the data
 Status = Literal["done", "stopped", "interrupted"]
 
 
@@ -338,7 +339,7 @@ class History:
 
     @property
     def rising(self) -> str:
-        """Sentence that says that the held-out loss rises since its best evaluation, and what to do; else empty."""
+        """A sentence with advice if the held-out loss has risen since its best evaluation; else empty."""
         best, last = self.best, self.evaluations[-1] if self.evaluations else None
         if best is None or last is None or not last.loss > best.loss + max(_RISE * abs(best.loss), _LEAST_RISE):
             return ""
@@ -520,7 +521,7 @@ class RunFolder:
     )  # fmt: skip
 
     LEDGER = "privacy-ledger.jsonl"
-    """Of a private run. It is never removed: the privacy budget stays spent when the model is deleted."""
+    """The privacy ledger of a private run. It is never removed: deleting a model restores no privacy budget."""
 
     EVENT_LOGS = "tensorboard"
 
@@ -560,7 +561,6 @@ class RunFolder:
 
     def start(self, *, overwrite: bool = False) -> str | None:
         """Prepare the folder for a new run, and return a note: an earlier one is moved, or removed (`overwrite`)."""
-        note = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path / ".accelerant-write-test", b"")
@@ -570,20 +570,20 @@ class RunFolder:
             logs = [log] if (log := self.path / self.EVENT_LOGS).is_dir() else []
             holds = Checkpoints(self.path).exist or self.finished or self.model.is_file()
             if (holds and not overwrite) or (self.path / self._MOVING).is_dir():
-                note = self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *logs])
-            else:
-                self.summary.unlink(missing_ok=True)  # first: a partly removed run is not a finished one
-                for folder in (*shards, *logs):
-                    shutil.rmtree(folder)
-                for file in sorted(old, key=lambda file: file == self.config):  # last: it says whose the others are
-                    file.unlink(missing_ok=True)
-                note = self._keep_ledger()
+                return self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *logs])
+            self.summary.unlink(missing_ok=True)  # first: a partly removed run is not a finished one
+            for folder in (*shards, *logs):
+                shutil.rmtree(folder)
+            for file in sorted(
+                old, key=lambda file: file == self.config
+            ):  # the configuration marks the files as a run's
+                file.unlink(missing_ok=True)
+            return self._keep_ledger()
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None
-        return note
 
     def _move_aside(self, files: Sequence[Path]) -> str:
-        """Move a run's files into a subfolder, together also if the process is killed; return a note for the user."""
+        """Move a run's files into a subfolder, or go on with a move that was killed; return a note for the user."""
         moving = self.path / self._MOVING
         moving.mkdir(exist_ok=True)
         here = {file.name for folder in (self.path, moving) for file in folder.iterdir() if file.is_file()}
@@ -602,19 +602,19 @@ class RunFolder:
         self.write_json(self.config, {"format": _FORMAT, **values})
 
     def reopen(self, config: Mapping[str, Any]) -> None:
-        """Replace config.json by that of a run with another number of steps, which is no longer finished."""
-        self.summary.unlink(missing_ok=True)  # first: with it the run would still be a finished one
+        """Replace config.json when a run is to have another number of steps, so that it is no longer finished."""
+        self.summary.unlink(missing_ok=True)  # first: the summary marks a finished run
         self.write_config(config)
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json; raise FormatError if it does not exist, or is not a run's."""
+        """Read config.json; raise FormatError if it is absent or was not written by a run."""
         values = self._read_json(self.config)
         if values.get("format") != _FORMAT:
             raise FormatError(f"{self.config} is not a run's of this program")
         return values
 
     def read_summary(self) -> dict[str, Any]:
-        """Read summary.json, with this folder's paths: it may have moved. Raise FormatError if it is no run's."""
+        """Read summary.json, with the paths of this folder, which may have moved; FormatError as for read_config."""
         return self._read_json(self.summary) | {"out": str(self.path), "report": str(self.report)}
 
     def _read_json(self, path: Path) -> dict[str, Any]:
