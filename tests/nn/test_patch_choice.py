@@ -29,6 +29,12 @@ def _on_our_ops():  # of conftest: here it is measured
     pass
 
 
+@pytest.fixture
+def tried(monkeypatch):
+    """Losses of models of transformers are tried on a CPU, few logits or not."""
+    monkeypatch.setattr(choice, "FEWEST_LOGITS", 0)
+
+
 class Clock:
     """A clock that only the model's forward passes move: `before` seconds as it was, `ours` on our ops."""
 
@@ -126,14 +132,19 @@ def test_shapes_of_another_class_are_measured_again(clock):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
-def test_on_a_cpu_a_model_of_transformers_has_only_its_loss_on_our_ops(family):
+def test_on_a_cpu_a_model_of_transformers_has_only_a_large_loss_on_our_ops(family, monkeypatch):
     model, inputs = make(family), batch(family)
-    wanted, record = outcome(model, inputs), acl.nn.patch(model) and model.__dict__[RECORD]
-    seen, attention = set(), model.config._attn_implementation
-    for _ in range(6):
-        assert_same(outcome(model, inputs), wanted, rtol=1e-4, atol=1e-5)
-        seen.add((record.ours, record.body, model.config._attn_implementation))
-    assert seen == {(True, False, "sdpa"), (False, False, "sdpa")}
+    wanted, logits = outcome(model, inputs), inputs["labels"].numel() * model.config.vocab_size
+    for fewest, sides in ((logits + 1, {False}), (logits, {False, True})):
+        monkeypatch.setattr(choice, "FEWEST_LOGITS", fewest)
+        record, seen = acl.nn.patch(model) and model.__dict__[RECORD], set()
+        attention = model.config._attn_implementation
+        for _ in range(6):
+            assert_same(outcome(model, inputs), wanted, rtol=1e-4, atol=1e-5)
+            seen.add((record.ours, record.body, model.config._attn_implementation))
+        assert seen == {(side, False, "sdpa") for side in sides}
+        if len(sides) == 1:
+            acl.nn.unpatch(model)
     del inputs["labels"]
     if family == "t5":
         inputs["decoder_input_ids"] = inputs["input_ids"]
@@ -426,6 +437,7 @@ def test_a_forward_that_was_wrapped_since_stays():
     "vit",
     *[pytest.param(each, marks=pytest.mark.slow) for each in ("t5", "whisper", "gemma3", "phi3")],
 ])  # fmt: skip
+@pytest.mark.usefixtures("tried")
 def test_losses_before_during_and_after_a_trial_are_the_models(family):
     model = make(family)
     other = copy.deepcopy(model)

@@ -293,10 +293,11 @@ def test_norm_weights_of_another_shape(family, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "modernbert"])
-def test_flat_labels(family):
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("family", ["gemma2", "modernbert", "qwen3", "gpt2", "bert"])
+def test_flat_labels(family, train):
     """transformers' losses flatten what they get."""
-    model, inputs = make(family), batch(family)
+    model, inputs = make(family).train(train), batch(family)
     name = "shift_labels" if family == "gemma2" else "labels"
     inputs[name] = torch.randint(3, 97, (26,), generator=torch.Generator().manual_seed(2))
     patch_and_compare(model, inputs)

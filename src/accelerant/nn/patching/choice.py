@@ -42,6 +42,12 @@ TIE, CPU_TIE = 1.02, 1.05
 A CPU's times vary more: after trials that found T5 3% faster on our ops, it was 2% slower.
 """
 
+FEWEST_LOGITS = 2**21
+"""Logits of a call below which a model of transformers on a CPU runs as it was from its first call.
+
+Its loss alone may be on our ops there, which is no faster for fewer, and a trial of it takes longer than it could gain.
+"""
+
 WARM_UP = "eager: before the capture"  # an outcome that the report counts
 
 
@@ -295,7 +301,7 @@ class Choice:
             return None
         if self._open is not None and free:
             self._end_lap()
-        trial = self._trials.get(key) or self._trial(key, record)
+        trial = self._trials.get(key) or self._trial(key, model, record, kwargs)
         if self._compiling and background.is_ready():
             self._compiling.clear()
         compiling = trial in self._compiling
@@ -357,7 +363,7 @@ class Choice:
                 key.append(name)
         return tuple(key)
 
-    def _trial(self, key: Any, record: PatchRecord) -> _Trial:
+    def _trial(self, key: Any, model: Any, record: PatchRecord, kwargs: dict[str, Any]) -> _Trial:
         """Return the trial of a call's kind, which is that of calls whose arguments have about as many elements."""
         (training, graded, device, *_), (first, total) = key, _sizes(key)
         names = [each for each in key if isinstance(each, str)]
@@ -369,7 +375,7 @@ class Choice:
             trial = self._kinds[kind] = _Trial(kind, record.graphs is None or training is not graded or rare, body)
             if device.type not in ("cpu", "cuda"):  # no clock is known
                 trial.ours = True
-            elif not body and not ("labels" in names and record.has_loss):
+            elif not body and not (record.has_loss and _logits(model, kwargs) >= FEWEST_LOGITS):
                 self._settle(trial, False, record, "which is faster on a CPU")
             if device.type == "cuda":
                 background.start()
@@ -487,9 +493,13 @@ def _has_room(model: Any, trial: _Trial, kwargs: dict[str, Any]) -> bool:
     """Return whether a call as it was, which keeps logits in two dtypes with a gradient, will fit into memory."""
     if trial.key[2].type != "cuda":
         return True
+    return 2 * trial.kept_bytes + 12 * _logits(model, kwargs) < _free_bytes()
+
+
+def _logits(model: Any, kwargs: dict[str, Any]) -> int:
+    """Return the number of logits that a call with labels computes; 0 without labels or a vocabulary."""
     labels, vocabulary = kwargs.get("labels"), getattr(getattr(model, "config", None), "vocab_size", None)
-    logits = labels.numel() * vocabulary if isinstance(labels, Tensor) and isinstance(vocabulary, int) else 0
-    return 2 * trial.kept_bytes + 12 * logits < _free_bytes()
+    return labels.numel() * vocabulary if isinstance(labels, Tensor) and isinstance(vocabulary, int) else 0
 
 
 def _sizes(key: tuple[Any, ...]) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _packing(kwargs, spared):
             base = getattr(self, options["base"])(**kwargs, return_dict=True)
         hidden = base.last_hidden_state
-        compute: Callable[..., Tensor] = functools.partial(ops.linear_cross_entropy, hidden, head.weight)
+        compute: Callable[..., Tensor] = functools.partial(_linear_cross_entropy, hidden, head.weight)
         loss = _causal_loss(compute, hidden.dtype, hidden.device, labels, **extra)
         output = _training_output(options["output"], head, loss, _other_outputs(options["output"], base), hidden)
     else:
@@ -173,7 +173,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A one appended to hidden and the bias to the weight make their product the layer's result.
         ones = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, _BIAS_COLUMNS - 1))
         bias = F.pad(decoder.bias[:, None], (0, _BIAS_COLUMNS - 1))
-        loss = ops.linear_cross_entropy(torch.cat((hidden, ones), -1), torch.cat((decoder.weight, bias), 1), labels)
+        loss = _linear_cross_entropy(torch.cat((hidden, ones), -1), torch.cat((decoder.weight, bias), 1), labels)
         output = _training_output(options["output"], decoder, loss, _other_outputs(options["output"], base), hidden)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
@@ -199,10 +199,19 @@ def _is_compilers(logits: int) -> bool:
     return is_exported() or (torch.compiler.is_compiling() and logits < COMPILED)
 
 
+def _aligned(targets: Tensor, x: Tensor) -> Tensor:
+    """Return targets with a dimension for each of the rows of x: transformers' losses flatten labels of any shape."""
+    return targets.reshape(x.shape[:-1]) if targets.numel() == x.shape[:-1].numel() else targets
+
+
+def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return ops.linear_cross_entropy(hidden, weight, _aligned(targets, hidden), **options)
+
+
 def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Return ops.cross_entropy of logits; by torch's function, in float32 too, where that is torch.compile's."""
     if _are_indices(targets) and not _is_compilers(logits.numel()):
-        return ops.cross_entropy(logits, targets, **options)
+        return ops.cross_entropy(logits, _aligned(targets, logits), **options)
     loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), **options)
     return loss if autocast_dtype(logits.device.type) is not None else loss.to(logits.dtype)
 
