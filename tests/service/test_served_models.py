@@ -131,6 +131,12 @@ def test_a_conversation_goes_through_the_chat_template(client, reference):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == "length"
+    talk = [*CHAT["messages"], whole.choices[0].message, {"role": "user", "content": "more"}]  # with refusal: null
+    again = client.chat.completions.create(**CHAT | {"messages": talk}, max_tokens=4)
+    talk[1] = {**talk[1].model_dump(), "tool_calls": []}  # with every field that the client knows
+    assert client.chat.completions.create(**CHAT | {"messages": talk}, max_tokens=4).choices == again.choices
+    with pytest.raises(openai.BadRequestError, match=r"'messages\.1\.tool_calls' is not supported"):
+        client.chat.completions.create(**CHAT | {"messages": [talk[0], {**talk[1], "tool_calls": [{}]}]})
 
 
 def test_refusals_do_not_tell_where_the_server_keeps_its_models():
@@ -408,14 +414,16 @@ def leave(served, body, after=1):
 
 @pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_disconnections_leak_no_blocks(served, count):
-    before = gauges(served, "accelerant_model_generated_tokens_total")
+    names = "accelerant_model_generated_tokens_total", "accelerant_model_prefix_lookup_tokens"
+    generated, looked_up = (gauges(served, name) for name in names)
     for number in range(count):
         body = HELLO | {"max_tokens": 1500, "ignore_eos": True, "stream": number % 3 > 0}
         leave(served, body, after=number % 3 - 1 if number % 3 else 0)
-    eventually(lambda: gauges(served, "accelerant_model_generated_tokens_total") != before)  # the worker has reported
+    eventually(lambda: gauges(served, names[1]) != looked_up)  # the worker has reported
     eventually(lambda: gauges(served, "accelerant_model_running") == {"tiny": 0})
     eventually(lambda: gauges(served, "accelerant_model_blocks_used") == {"tiny": 0})
     assert gauges(served, "accelerant_model_queued")["tiny"] == 0
+    assert gauges(served, names[0]) == generated  # no answer was computed to its end
 
 
 def test_a_client_that_leaves_before_the_first_part_of_a_stream_ends_its_request():

@@ -508,8 +508,13 @@ class GuardedProtocol(HttpToolsProtocol):
             super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio has it
-        """Answer a peer that has sent all of its requests, and waits."""
+        """Answer a peer that has sent all of its requests, and waits; one that asked a model is taken to be gone.
+
+        Only a write would tell the two apart, and the answer of a model may be minutes of work.
+        """
         if not self._answers or self.cycle.more_body or self.tls is not None:
+            return None
+        if self.cycle.scope["path"].startswith("/v1/"):
             return None
         if not self._last:  # else that is the end
             self.cycle.keep_alive = False

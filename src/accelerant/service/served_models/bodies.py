@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from accelerant.runtime.files import clipped, decode_json
 from accelerant.service.errors import Refused
@@ -17,6 +17,7 @@ _MESSAGES = {
     **dict.fromkeys(("logit_bias", "tools", "tool_choice", "response_format", "store", "suffix"), "is not supported"),
 }
 _STOPS_MOST, _STOP_LENGTH = 16, 256
+_OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls")
 
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(min_length=1)]
@@ -112,11 +113,18 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    """A message of a conversation."""
+    """A message of a conversation; what else an answer's message has, and clients send back, must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if name not in _OF_ANSWERS or value not in (None, [])}
 
     def plain(self) -> dict[str, str]:
         """Return it for a chat template."""

@@ -139,7 +139,8 @@ class ModelProcess(Child):
         """Send a request; return its stream. Refused if the process does not start again soon."""
         if not self.ready.is_set():
             try:
-                await asyncio.wait_for(self.ready.wait(), self.loads_within_s)
+                async with asyncio.timeout(self.loads_within_s):
+                    await self.ready.wait()
             except TimeoutError:
                 reason = self.failure or "its process is starting"
                 raise Refused(503, "ModelNotReady", f"{self.name}: {reason}", retry_after_s=10) from None

@@ -336,11 +336,12 @@ async def _chunks(
 
 async def _within(stream: Stream, deadline_s: float) -> AsyncIterator[list[dict[str, Any]]]:
     """Yield a stream's events; DeadlineExceeded if they take too long in all."""
-    end = time.monotonic() + deadline_s
+    end = asyncio.get_running_loop().time() + deadline_s
     async with aclosing(stream.events()) as events:
         while True:
             try:
-                found = await asyncio.wait_for(anext(events), end - time.monotonic())
+                async with asyncio.timeout_at(end):  # Python 3.11's wait_for loses a cancellation as an event comes
+                    found = await anext(events)
             except StopAsyncIteration:
                 return
             except TimeoutError:
