@@ -324,8 +324,8 @@ class _Ready:
     ) -> Self:  # fmt: skip
         """Build a runner's model, and make its first steps; `exact` ones without autocast."""
         where = run.torch_device
-        gc.collect()
         if run.gpu:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(where)
         held = torch.cuda.memory_reserved(where) if run.gpu else 0

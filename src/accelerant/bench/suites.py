@@ -25,7 +25,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -526,8 +525,10 @@ def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
     warnings.simplefilter("ignore")
     if torch.cuda._is_in_bad_fork():
         return
-    torch._inductor.config.compile_threads = 1  # there is a process for each core already
-    torch._inductor.config.autotune_local_cache = False  # tuning results are not to be kept while others use the device
+    from torch._inductor import config as inductor  # its import takes a second, which few commands need
+
+    inductor.compile_threads = 1  # there is a process for each core already
+    inductor.autotune_local_cache = False  # tuning results are not to be kept while others use the device
     if device.torch_device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(share, device.index)
     while True:
