@@ -202,25 +202,25 @@ def test_a_child_of_an_encoding(tmp_path, encoding):
     env = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
 
     program = (
-        "import sys, train_workers\nfrom accelerant.cli import main\n"
-        "if sys.argv[1] == 'train':\n    train_workers.small()\n"
-        "main(sys.argv[1:])"
+        "import json, sys, train_workers\nfrom accelerant.cli import main\ntrain_workers.small()\n"
+        "for line in json.loads(sys.argv[1]):\n    try:\n        main(line)\n"
+        "    except SystemExit as ended:\n        print(ended.code or 0, end='\\0')"
     )
-
-    def child(*arguments, given=b"", status=0):
-        command = [sys.executable, "-c", program, *map(str, arguments)]
-        done = subprocess.run(command, input=given, capture_output=True, env=env, timeout=300, check=False)
-        assert done.returncode == status, done.stderr
-        assert b"Traceback" not in done.stderr
-        return done.stdout.decode(encoding)
-
-    run = tmp_path / "rün"
-    assert "validation loss" in child("train", text, "--steps", 2, "--device", "cpu", "--out", run)
-    dash = "\N{EM DASH}"
-    sampled = child("sample", run, "--prompt", f"the {dash}", "--tokens", 2)
+    run, dash = tmp_path / "rün", "\N{EM DASH}"
+    lines = [
+        ["train", text, "--steps", 2, "--device", "cpu", "--out", run],
+        ["sample", run, "--prompt", f"the {dash}", "--tokens", 2],
+        *[["sample", run, "--prompt", "-"]] * (encoding == "ascii"),
+    ]
+    command = [sys.executable, "-c", program, json.dumps([list(map(str, line)) for line in lines])]
+    done = subprocess.run(command, input=dash.encode(), capture_output=True, env=env, timeout=300, check=True)
+    assert b"Traceback" not in done.stderr
+    trained, sampled, *refused = done.stdout.decode(encoding).split("\0")[:-1]
+    assert "validation loss" in trained
+    assert trained.endswith("0")
     assert sampled.startswith(f"the {dash}" if encoding == "cp1252" else "the -")
-    if encoding == "ascii":
-        child("sample", run, "--prompt", "-", given=dash.encode(), status=2)
+    assert sampled.endswith("0")
+    assert refused == ["2"] * (encoding == "ascii")
 
 
 def test_characters_that_an_encoding_lacks_stay_in_their_columns():
