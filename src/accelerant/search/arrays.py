@@ -237,10 +237,13 @@ class Slots:
         Bits are for rows that lie in another order than their ids.
         """
         given = mask
+        plain = self.names is None and not self.holes
+        if plain and isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self.size,):
+            return mask if mask.strides == (1,) else np.ascontiguousarray(mask)
         if not isinstance(mask, np.ndarray) or mask.dtype.char not in "?B" or not mask.ndim:
             given = _parsed(mask, None)
             given = given if isinstance(given, range) else given.cpu().numpy()
-        packs = self.names is None and self.of_rows is not None and not self.holes
+        packs = plain and self.of_rows is not None
         if isinstance(given, range):
             return self._in_range(given, packs=packs)
         if given.dtype.char in "?B":

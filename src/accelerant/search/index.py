@@ -410,6 +410,7 @@ class Index:
 
     def _found(self, state: State, q: Any, k: int, nprobe: int | None, mask: Any) -> Hits:
         count, lists, left = state.count, len(state.starts) - 1, state.count
+        nprobe = min(int(nprobe or -(-lists // 8)), lists)
         chosen: Chosen = None
         many: Any = None  # vectors that each query's filter leaves, where filters differ
         if not self._scans:
@@ -419,19 +420,18 @@ class Index:
         elif mask is not None:
             chosen = state.slots.marks(mask, len(q))
             if chosen.ndim == 1:
-                left = int(np.bitwise_count(chosen).sum() if chosen.dtype == np.uint8 else np.count_nonzero(chosen))
+                left = _marked(chosen, max(k, nprobe * count // max(lists, 1)) + 1)
             else:
                 many = np.count_nonzero(state.slots.bools(chosen), axis=1)
         if not count:
             return dense(state.ids, state.ids, state.ids.float(), len(q), k, smallest=False)
         if state.lists is None or lists < 1:
             return self._exactly(state, q, k, chosen)
-        nprobe = min(int(nprobe or -(-lists // 8)), lists)
         few = (left if many is None else many) * lists <= nprobe * count if state.vectors is not None else False
         if few is True or (many is not None and np.all(few)):
             return self._exactly(state, q, k, chosen)
         hits = self._listed(state, q, k, nprobe, chosen)
-        if nprobe == lists or not len(q) or (many is None and int(hits.counts.min()) >= min(left, k)):
+        if nprobe == lists or not len(q) or (many is None and min(hits.counts.tolist()) >= min(left, k)):
             return hits
         counts = hits.counts if isinstance(hits.counts, np.ndarray) else hits.counts.cpu().numpy()
         which = np.flatnonzero((counts < np.minimum(left if many is None else many, k)) | few)
@@ -503,7 +503,7 @@ class Index:
         if lengths and min(lengths) < 0:
             self._taken(q, "queries")
             raise RangeError("a query has a norm of about 1e19: scale the vectors")
-        if (width := max(lengths, default=0)) < k:
+        if (width := max(lengths) if lengths else 0) < k:
             scores, slots = scores[:, :width], slots[:, :width]
         ids = slots if names is None else np.where(slots < 0, -1, names.take(slots, mode="clip"))
         return Hits(scores, ids, counts)
@@ -520,6 +520,15 @@ class Index:
         from accelerant.search.faiss_files import faiss_read
 
         return faiss_read(path, device=device)
+
+
+def _marked(marks: np.ndarray[Any, Any], enough: int) -> int:
+    """Return how many slots are marked, or a number of at least `enough`."""
+    bits = marks.dtype == np.uint8
+    some = 2 * enough if bits else 16 * enough
+    if 2 * some < len(marks) and (found := _marked(marks[:some], some)) >= enough:
+        return found
+    return int(np.bitwise_count(marks).sum() if bits else np.count_nonzero(marks))
 
 
 def _grown(kept: Tensor, new: Tensor) -> Tensor:

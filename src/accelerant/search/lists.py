@@ -154,7 +154,7 @@ def _launched(name: tuple[str, ...], count: int, work: int, *arguments: Any) -> 
     if count * work >= _LEAST_WORK or launch_log.enabled:
         provider.launch(kernel, (count,), (1,), arguments)
     else:
-        kernel.handle(0, count, *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
+        kernel.handle(0, count, *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
 
 def padded(x: Tensor | None) -> Tensor | None:
