@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from accelerant.cli.app import exit_status
-from accelerant.cli.help import Application, Group, HelpGroup, with_parameters
+from accelerant.cli.help import Application, Group, HelpGroup, option, parameters_of, with_parameters
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 from accelerant.runtime.files import escaped, write_atomic
@@ -139,7 +139,6 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
     given: dict[str, Any] = {"op": (op,)} if op else {}
     declared = {one.name: one for one in fields(kind) if "option" in one.metadata and one.name not in given}
     parameters = [_parameter(name, hints[name], one.default, one.metadata["option"]) for name, one in declared.items()]
-    shared = inspect.signature(_RunOptions, eval_str=True).parameters.values()
 
     def command(**values: Any) -> None:
         own = {name: _value(values.pop(name)) for name in declared}
@@ -147,7 +146,7 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
         _RunOptions(**values).run([suite], kind.name)
 
     text = f"Measure {op} and torch's, forward and backward; with --size at sizes of your own." if op else kind.__doc__
-    return with_parameters(command, [*parameters, *shared], text or "")
+    return with_parameters(command, [*parameters, *parameters_of(_RunOptions)], text or "")
 
 
 def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> inspect.Parameter:
@@ -177,14 +176,10 @@ class _RunOptions:
     """The options that all suites share."""
 
     device: _Device = "auto"
-    max_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Begin no case after so many seconds; --resume goes on later.")
-    ] = None
-    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the cases.")] = False
+    max_seconds: float | None = option("Begin no case after so many seconds; --resume goes on later.", min=0.0)
+    listed: bool = option("Measure nothing; show the cases.", "--list", default=False)
     out: _Out = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run whose folder --out names.", rich_help_panel="Results")
-    ] = False
+    resume: bool = option("Go on with the run whose folder --out names.", panel="Results", default=False)
     csv: _Csv = None
     report: _Report = None
     compare: _Compare = None
@@ -315,15 +310,11 @@ def _save(
 class _AllCommand(_RunOptions):
     """Run every suite. One that fails, or Ctrl-C, leaves what was measured."""
 
-    suite: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_SUITES)}; may be repeated.")] = None
-    op: Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")] = None
-    budget_s: Annotated[
-        float, typer.Option("--budget-seconds", min=0.0, help="Seconds of calls behind each figure.")
-    ] = 0.3
-    against: Annotated[
-        list[str] | None, typer.Option(help="A peer of the neural suite: see bench neural --help; may be repeated.")
-    ] = None
-    cpu: Annotated[bool, typer.Option(help="Add a CPU column where the device is another.")] = True
+    suite: list[str] | None = option(f"Of {', '.join(_SUITES)}; may be repeated.")
+    op: list[str] | None = option("Only this op of the neural suite; may be repeated.")
+    budget_s: float = option("Seconds of calls behind each figure.", "--budget-seconds", min=0.0, default=0.3)
+    against: list[str] | None = option("A peer of the neural suite: see bench neural --help; may be repeated.")
+    cpu: bool = option("Add a CPU column where the device is another.", default=True)
 
     def run(self, suites: Sequence[Suite] = (), name: str = "") -> None:
         """Run the chosen suites."""

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from accelerant.cli.help import Group, JsonOutput, examples
+from accelerant.cli.help import Group, JsonOutput, examples, option
 from accelerant.cli.terminal import ProgressLine, print_table, span_text
 from accelerant.errors import AccelerantError, CompileError, ConfigError, MissingFile
 from accelerant.runtime.compilation.kernel import CompileOptions
@@ -41,9 +42,7 @@ accelerant compile mine.cu --fast-math -D WIDTH=8 -I include --entry 'scale<floa
 accelerant compile mine.cu --arch sm_80 --ptx"""
 
 
-def _code(text: str, *names: str, metavar: str | None = None) -> Any:
-    """Return an option of the group "Code"; without names, those that typer makes of the parameter's."""
-    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel="Code")
+_code = partial(option, panel="Code")
 
 
 @examples(_EXAMPLES)
@@ -57,37 +56,26 @@ class CompileCommand:
     file: Annotated[Path | None, typer.Argument(metavar="FILE.cu", help="CUDA C++, or C in the portable dialect.")] = (
         None
     )
-    arch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="sm_90, sm_90a, ..., or gfx90a, ... (portable C); may be repeated. all: every sm_ of our ops."
-        ),
-    ] = None
-    block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None
-    shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0
-    include: Annotated[
-        list[Path] | None, typer.Option("--include", "-I", help="A folder with headers; may be repeated.")
-    ] = None
-    entry: Annotated[
-        list[str] | None, typer.Option(help="A template to instantiate, like 'scale<float, 4>'; may be repeated.")
-    ] = None
-    optimize: Annotated[int | None, _code("Level of the assembler, 0 to 3.", "--optimize", "-O")] = None
-    fast_math: Annotated[bool, _code("Faster, less precise arithmetic in float32.", "--fast-math")] = False
-    ftz: Annotated[bool | None, _code("Flush subnormal numbers to zero.")] = None
-    prec_div: Annotated[bool | None, _code("Correctly rounded division.")] = None
-    prec_sqrt: Annotated[bool | None, _code("Correctly rounded square root.")] = None
-    fmad: Annotated[bool | None, _code("Contract a * b + c to one operation.")] = None
-    define: Annotated[list[str] | None, _code("A macro; may be repeated.", "--define", "-D", metavar="NAME=VALUE")] = (
-        None
+    arch: list[str] | None = option(
+        "sm_90, sm_90a, ..., or gfx90a, ... (portable C); may be repeated. all: every sm_ of our ops."
     )
-    nvrtc: Annotated[list[str] | None, _code("Any option of NVRTC; may be repeated.", metavar="OPTION")] = None
-    ptxas: Annotated[list[str] | None, _code("Any option of ptxas; may be repeated.", metavar="OPTION")] = None
-    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False
-    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
-    template: Annotated[str | None, typer.Option(help=f"Print an example kernel: {', '.join(TEMPLATES)}.")] = None
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the template there; stdout by default.")] = (
-        None
-    )
+    block: int | None = option("Threads a block, for occupancy.")
+    shared: int = option("Bytes of dynamic shared memory a block, for occupancy.", default=0)
+    include: list[Path] | None = option("A folder with headers; may be repeated.", "--include", "-I")
+    entry: list[str] | None = option("A template to instantiate, like 'scale<float, 4>'; may be repeated.")
+    optimize: int | None = _code("Level of the assembler, 0 to 3.", "--optimize", "-O")
+    fast_math: bool = _code("Faster, less precise arithmetic in float32.", default=False)
+    ftz: bool | None = _code("Flush subnormal numbers to zero.")
+    prec_div: bool | None = _code("Correctly rounded division.")
+    prec_sqrt: bool | None = _code("Correctly rounded square root.")
+    fmad: bool | None = _code("Contract a * b + c to one operation.")
+    define: list[str] | None = option("A macro; may be repeated.", "--define", "-D", metavar="NAME=VALUE", panel="Code")
+    nvrtc: list[str] | None = option("Any option of NVRTC; may be repeated.", metavar="OPTION", panel="Code")
+    ptxas: list[str] | None = option("Any option of ptxas; may be repeated.", metavar="OPTION", panel="Code")
+    ptx: bool = option("Print the PTX instead of the report.", default=False)
+    json_output: bool = option("Print the report as JSON.", "--json", default=False)
+    template: str | None = option(f"Print an example kernel: {', '.join(TEMPLATES)}.")
+    out: Path | None = option("Write the template there; stdout by default.", metavar="FILE")
 
     def run(self) -> None:
         """Check the options, then compile for each architecture and print what was found."""

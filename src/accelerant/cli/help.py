@@ -11,6 +11,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
@@ -213,10 +214,30 @@ def add_command(app: typer.Typer, name: str, panel: str, command: Any, above: st
     app.add_typer(group, rich_help_panel=panel)
 
 
+def option(text: str, *flags: str, default: Any = None, panel: str | None = None, **more: Any) -> Any:
+    """Declare a field of a command's dataclass as an option; without flags, they are made of the field's name.
+
+    The negative flag `--no-...` exists unless the default is False.
+    """
+    return field(default=default, metadata={"option": (flags, {"help": text, "rich_help_panel": panel, **more})})
+
+
 def command_of(kind: type[Any]) -> Callable[..., None]:
     """Return the command whose parameters are the fields of a dataclass, and whose work is its method `run`."""
-    parameters = inspect.signature(kind, eval_str=True).parameters.values()
-    return with_parameters(lambda **values: kind(**values).run(), parameters, inspect.getdoc(kind) or "")
+    return with_parameters(lambda **values: kind(**values).run(), parameters_of(kind), inspect.getdoc(kind) or "")
+
+
+def parameters_of(kind: type[Any]) -> list[inspect.Parameter]:
+    """Return the fields of a command's dataclass as parameters that typer reads."""
+    parameters = inspect.signature(kind, eval_str=True).parameters.copy()
+    for one in fields(kind):
+        if "option" in one.metadata:
+            flags, more = one.metadata["option"]
+            flags = flags or (f"--{one.name.replace('_', '-')}",) * (one.default is False)
+            hint: Any = parameters[one.name].annotation
+            annotated = Annotated[hint, typer.Option(*flags, **more)]
+            parameters[one.name] = parameters[one.name].replace(annotation=annotated)
+    return list(parameters.values())
 
 
 def with_parameters(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from accelerant.cli.help import examples
+from accelerant.cli.help import examples, option
 from accelerant.config import settings
 from accelerant.errors import ConfigError, DeviceLost, TimeLimitExceeded
 from accelerant.runtime.files import exact, plain
@@ -45,15 +45,10 @@ accelerant train --resume runs/books"""
 _PROFILED_STEPS = 5
 
 
-def _option(text: str, *flags: str, panel: str | None = None, metavar: str | None = None) -> Any:
-    """Return an option in a group of the help; without flags, those that typer makes of the parameter's name."""
-    return typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel)
-
-
-_results = partial(_option, panel="Text and results")
-_speed = partial(_option, panel="Speed and memory")
-_privacy = partial(_option, panel="Private training")
-_shape = partial(_option, panel="The model")
+_results = partial(option, panel="Text and results")
+_speed = partial(option, panel="Speed and memory")
+_privacy = partial(option, panel="Private training")
+_shape = partial(option, panel="The model")
 
 
 @examples(_EXAMPLES)
@@ -68,127 +63,85 @@ class TrainCommand:
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
     ] = None
-    preset: Annotated[str | None, _option("tiny, small, gpt2, llama or rnn (an LSTM). Default: tiny.")] = None
-    data: Annotated[list[str] | None, _results("Text to train on. Default: stdlib.", metavar="stdlib|PATH...")] = None
-    steps: Annotated[
-        int | None, _option("Optimizer steps. Default: the preset's. With --resume: steps in all, to train on.")
-    ] = None
-    epochs: Annotated[
-        float | None, _option("Passes over the text, instead of --steps. With --resume: passes in all.")
-    ] = None
-    init_from: Annotated[
-        str | None,
-        _option(
-            "Start from the model and tokenizer in this folder: GPT-2 of Hugging Face, or an earlier run.",
-            metavar="DIR",
-        ),
-    ] = None
-    learning_rate: Annotated[
-        float | None, _option("Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
-    ] = None
-    device: Annotated[
-        str | None, _option("auto, cuda, opencl, webgpu or cpu. Default: auto; with --resume, the run's.")
-    ] = None
-    out: Annotated[str | None, _results("Folder for the results. Default: runs/PRESET.", metavar="DIR")] = None
-    resume: Annotated[str | None, _results("Continue the interrupted run in this folder.", metavar="DIR")] = None
-    overwrite: Annotated[
-        bool, _results("Remove an earlier run in the folder. Default: move it to a subfolder.", "--overwrite")
-    ] = False
-    seed: Annotated[int | None, _option("Seed of the weights, batches, held-out text and sample. Default: 0.")] = None
-    context: Annotated[int | None, _shape("Tokens in a window. Default: the preset's.")] = None
-    layers: Annotated[int | None, _shape("Number of layers. Default: the preset's.")] = None
-    width: Annotated[int | None, _shape("Features of a token, a multiple of the heads. Default: the preset's.")] = None
-    heads: Annotated[int | None, _shape("Attention heads of a layer. Default: the preset's.")] = None
-    batch_size: Annotated[int | None, _speed("Windows per step; with --private on average. Default: the preset's.")] = (
-        None
+    preset: str | None = option("tiny, small, gpt2, llama or rnn (an LSTM). Default: tiny.")
+    data: list[str] | None = option(
+        "Text to train on. Default: stdlib.", metavar="stdlib|PATH...", panel="Text and results"
     )
-    microbatch: Annotated[
-        int | None, _speed("Windows on the device at a time. Default: the preset's, or what fits.")
-    ] = None
-    threads: Annotated[
-        int | None,
-        _speed(
-            "Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny and rnn, whose steps are too small to "
-            "share, and one per core for the others."
-        ),
-    ] = None
-    deterministic: Annotated[
-        bool | None, _speed("Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed.")
-    ] = None
-    recompute: Annotated[
-        bool, _speed("Recompute activations in the backward pass: less memory, more time.", "--recompute")
-    ] = False
-    profile: Annotated[
-        bool, _results("Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel.", "--profile")
-    ] = False
-    log: Annotated[str | None, _results("Log of the steps. Default: jsonl.", metavar="jsonl|tensorboard")] = None
-    precision: Annotated[
-        str | None,
-        _speed(
-            "Precision of the training: auto, float32, bfloat16, float16 or fp8. Default: auto, bfloat16 on a GPU "
-            "that supports it, else float32.",
-            metavar="NAME",
-        ),
-    ] = None
-    gpus: Annotated[
-        int | None,
-        _speed(
-            "Train on N GPUs of this machine, with a process for each; with --device cpu in N processes. For more "
-            "machines: torchrun. Default: 1; with --resume, as many as before.",
-            metavar="N",
-        ),
-    ] = None
-    max_restarts: Annotated[
-        int | None,
-        _speed(
-            "With --gpus: how often processes of which one was killed are started again, from the last checkpoint. "
-            "Default: 3.",
-            metavar="N",
-        ),
-    ] = None
-    reduce_dtype: Annotated[
-        str | None,
-        _speed(
-            "In which several GPUs add up gradients: float32, or bfloat16 for half the traffic. Default: float32.",
-            metavar="NAME",
-        ),
-    ] = None
-    private: Annotated[
-        bool, _privacy("Differentially private steps (DP-SGD); needs a target or a noise multiplier.", "--private")
-    ] = False
-    federated: Annotated[
-        bool,
-        _privacy(
-            "Simulate ten clients that learn scikit-learn's digits by secure aggregation, without and with noise. "
-            "--steps: rounds.",
-            "--federated",
-        ),
-    ] = False
-    target_epsilon: Annotated[
-        float | None, _privacy("With --private: epsilon at the end, which determines the noise.")
-    ] = None
-    delta: Annotated[float | None, _privacy("With --private: delta. Default: 1e-5.")] = None
-    max_grad_norm: Annotated[
-        float | None, _option("Norm to which the gradient is clipped; with --private each window's. Default: 1.")
-    ] = None
-    max_seconds: Annotated[
-        float | None,
-        _option("End after so many seconds, with a checkpoint and exit status 1. Default: no limit."),
-    ] = None
-    noise_multiplier: Annotated[
-        float | None, _privacy("With --private: noise over the clipping norm. With a target: stop there.")
-    ] = None
-    insecure_noise: Annotated[
-        bool, _privacy("With --private: noise from Philox, for research; recorded in the ledger.", "--insecure-noise")
-    ] = False
-    ledger: Annotated[
-        str | None,
-        _privacy(
-            "With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
-            metavar="FILE",
-        ),
-    ] = None
-    json_output: Annotated[bool, _option("Print one JSON object at the end, and no progress.", "--json")] = False
+    steps: int | None = option("Optimizer steps. Default: the preset's. With --resume: steps in all, to train on.")
+    epochs: float | None = option("Passes over the text, instead of --steps. With --resume: passes in all.")
+    init_from: str | None = option(
+        "Start from the model and tokenizer in this folder: GPT-2 of Hugging Face, or an earlier run.", metavar="DIR"
+    )
+    learning_rate: float | None = option("Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
+    device: str | None = option("auto, cuda, opencl, webgpu or cpu. Default: auto; with --resume, the run's.")
+    out: str | None = _results("Folder for the results. Default: runs/PRESET.", metavar="DIR")
+    resume: str | None = _results("Continue the interrupted run in this folder.", metavar="DIR")
+    overwrite: bool = _results("Remove an earlier run in the folder. Default: move it to a subfolder.", default=False)
+    seed: int | None = option("Seed of the weights, batches, held-out text and sample. Default: 0.")
+    context: int | None = _shape("Tokens in a window. Default: the preset's.")
+    layers: int | None = _shape("Number of layers. Default: the preset's.")
+    width: int | None = _shape("Features of a token, a multiple of the heads. Default: the preset's.")
+    heads: int | None = _shape("Attention heads of a layer. Default: the preset's.")
+    batch_size: int | None = _speed("Windows per step; with --private on average. Default: the preset's.")
+    microbatch: int | None = _speed("Windows on the device at a time. Default: the preset's, or what fits.")
+    threads: int | None = _speed(
+        "Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny and rnn, whose steps are too small to "
+        "share, and one per core for the others."
+    )
+    deterministic: bool | None = _speed(
+        "Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed."
+    )
+    recompute: bool = _speed("Recompute activations in the backward pass: less memory, more time.", default=False)
+    profile: bool = _results(
+        "Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel.", default=False
+    )
+    log: str | None = _results("Log of the steps. Default: jsonl.", metavar="jsonl|tensorboard")
+    precision: str | None = _speed(
+        "Precision of the training: auto, float32, bfloat16, float16 or fp8. Default: auto, bfloat16 on a GPU "
+        "that supports it, else float32.",
+        metavar="NAME",
+    )
+    gpus: int | None = _speed(
+        "Train on N GPUs of this machine, with a process for each; with --device cpu in N processes. For more "
+        "machines: torchrun. Default: 1; with --resume, as many as before.",
+        metavar="N",
+    )
+    max_restarts: int | None = _speed(
+        "With --gpus: how often processes of which one was killed are started again, from the last checkpoint. "
+        "Default: 3.",
+        metavar="N",
+    )
+    reduce_dtype: str | None = _speed(
+        "In which several GPUs add up gradients: float32, or bfloat16 for half the traffic. Default: float32.",
+        metavar="NAME",
+    )
+    private: bool = _privacy(
+        "Differentially private steps (DP-SGD); needs a target or a noise multiplier.", default=False
+    )
+    federated: bool = _privacy(
+        "Simulate ten clients that learn scikit-learn's digits by secure aggregation, without and with noise. "
+        "--steps: rounds.",
+        default=False,
+    )
+    target_epsilon: float | None = _privacy("With --private: epsilon at the end, which determines the noise.")
+    delta: float | None = _privacy("With --private: delta. Default: 1e-5.")
+    max_grad_norm: float | None = option(
+        "Norm to which the gradient is clipped; with --private each window's. Default: 1."
+    )
+    max_seconds: float | None = option(
+        "End after so many seconds, with a checkpoint and exit status 1. Default: no limit."
+    )
+    noise_multiplier: float | None = _privacy(
+        "With --private: noise over the clipping norm. With a target: stop there."
+    )
+    insecure_noise: bool = _privacy(
+        "With --private: noise from Philox, for research; recorded in the ledger.", default=False
+    )
+    ledger: str | None = _privacy(
+        "With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
+        metavar="FILE",
+    )
+    json_output: bool = option("Print one JSON object at the end, and no progress.", "--json", default=False)
 
     def run(self) -> None:
         """Check the options, then train in this process, or in those that it starts."""
