@@ -648,24 +648,19 @@ Watch = Callable[[str, float], None]
 """Receives the name of a phase and the share of it that is done, 0 to 1."""
 
 
-@dataclass(slots=True)
-class _ReadCount:
-    """Counts what was read of the files, and reports the share of their bytes."""
+def _share_watch(total: int, watch: Watch, phase: str) -> Callable[[int], None]:
+    """Return a function that takes the bytes of each read, and reports the share of the total in steps of 0.001."""
+    read, reported = 0, -1.0
 
-    total: int
-    watch: Watch
-    phase: str
-    read: int = 0
-    documents: int = 0
-    text_bytes: int = 0
-    reported: float = -1.0
+    def add(size: int) -> None:
+        nonlocal read, reported
+        read += size
+        share = min(1.0, read / max(1, total))
+        if share - reported >= 0.001 or share == 1.0:
+            reported = share
+            watch(phase, share)
 
-    def add(self, size: int) -> None:
-        self.read += size
-        share = min(1.0, self.read / max(1, self.total))
-        if share - self.reported >= 0.001 or share == 1.0:
-            self.reported = share
-            self.watch(self.phase, share)
+    return add
 
 
 def prepare_tokens(
@@ -710,7 +705,6 @@ def prepare_tokens(
         note(text)
     size = sum(size for _, size in reading.read)
     chosen = _tokenizer(tokenizer, vocab_size, files, size, text_field, watch)
-    count = _ReadCount(size, watch, "encoding the text")
 
     def write_tokenizer() -> None:
         path, text = tokenizer_path(out), chosen.to_json()
@@ -721,16 +715,16 @@ def prepare_tokens(
 
     with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=tokenizer_hash(chosen), source=data) as writer:
         batch: list[tuple[str, bool]] = []  # enough parts at a time to keep the tokenizer's threads busy
-        length = 0
-        for part in _parts(files, text_field, count):
-            batch.append(part)
-            length += len(part[0])
+        length = documents = text_bytes = 0
+        for part, last in _parts(files, text_field, _share_watch(size, watch, "encoding the text")):
+            batch.append((part, last))
+            length, documents, text_bytes = length + len(part), documents + last, text_bytes + len(part.encode())
             if length >= _READ:
                 writer.append(chosen.encode_pieces(batch))
                 batch, length = [], 0
         if batch:
             writer.append(chosen.encode_pieces(batch))
-        return writer.finish(documents=count.documents, text_bytes=count.text_bytes, before=write_tokenizer)
+        return writer.finish(documents=documents, text_bytes=text_bytes, before=write_tokenizer)
 
 
 def _tokenizer(
@@ -743,24 +737,20 @@ def _tokenizer(
     if not 257 <= vocab_size <= 2**32:
         raise ConfigError(f"vocab_size must be 257 (bytes, and the end of a text) to 2^32, got {vocab_size}")
     stride = max(1, -(-size // _SAMPLE_BYTES))
-    parts = enumerate(_parts(files, text_field, _ReadCount(size, watch, "training the tokenizer")))
+    parts = enumerate(_parts(files, text_field, _share_watch(size, watch, "training the tokenizer")))
     return train_bpe_on((part for number, (part, _) in parts if not number % stride), vocab_size)
 
 
-def _parts(files: Sequence[tuple[Path, str]], text_field: str, count: _ReadCount) -> Iterator[tuple[str, bool]]:
+def _parts(
+    files: Sequence[tuple[Path, str]], text_field: str, add_read: Callable[[int], None]
+) -> Iterator[tuple[str, bool]]:
     """Iterate the parts of all documents, each with whether it is its document's last."""
     for path, codec in files:
-        lines = path.suffix.lower() in _JSON_LINES
-        documents = _json_texts(path, codec, text_field, count) if lines else iter([_text_parts(path, codec, count)])
-        for document in documents:
-            count.documents += 1
-            part = next(document, "")
-            for following in document:
-                count.text_bytes += len(part.encode())
-                yield part, False
-                part = following
-            count.text_bytes += len(part.encode())
-            yield part, True
+        if path.suffix.lower() in _JSON_LINES:
+            yield from ((text, True) for text in _json_texts(path, codec, text_field, add_read))
+        else:
+            parts = itertools.chain(_text_parts(path, codec, add_read), [None])
+            yield from ((part or "", following is None) for part, following in itertools.pairwise(parts))
 
 
 @contextmanager
@@ -772,12 +762,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _text_parts(path: Path, codec: str, count: _ReadCount) -> Iterator[str]:
+def _text_parts(path: Path, codec: str, add_read: Callable[[int], None]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder(codec)("replace")
     text, searched = "", 0
     with _opened(path) as file:
         while data := file.read(_READ):
-            count.add(len(data))
+            add_read(len(data))
             text += decoder.decode(data)
             cut = last_cut(text, searched) or (len(text) if len(text) > _LONGEST else 0)
             if cut:
@@ -787,11 +777,11 @@ def _text_parts(path: Path, codec: str, count: _ReadCount) -> Iterator[str]:
     yield text + decoder.decode(b"", True)
 
 
-def _json_texts(path: Path, codec: str, text_field: str, count: _ReadCount) -> Iterator[Iterator[str]]:
-    """Iterate the texts of a JSONL file, each in one part."""
+def _json_texts(path: Path, codec: str, text_field: str, add_read: Callable[[int], None]) -> Iterator[str]:
+    """Iterate the texts of a JSONL file."""
     with _opened(path) as file, io.TextIOWrapper(file, codec, "replace", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
-            count.add(len(line))
+            add_read(len(line))
             if not line.strip():
                 continue
             try:
@@ -801,4 +791,4 @@ def _json_texts(path: Path, codec: str, text_field: str, count: _ReadCount) -> I
                 raise FormatError(f"{path}, line {number}: {reason}") from None
             if not isinstance(text, str):
                 raise FormatError(f"{path}, line {number}: {text_field!r} is no text but {type(text).__name__}")
-            yield iter([text.encode("utf-8", "replace").decode()])  # JSON may hold half a surrogate pair
+            yield text.encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
