@@ -22,7 +22,7 @@ from pathlib import Path
 
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import write_atomic
-from accelerant.runtime.html_page import Line, card, document, line_chart
+from accelerant.runtime.html_page import Line, line_chart, parts, render
 from accelerant.runtime.html_page import table as html_table
 from benchmarks.loss_curve import REFERENCE, CurveRecord, LossCurve
 
@@ -314,6 +314,10 @@ def _page(record: CurveRecord) -> str:
         f"The distance of two curves is the root mean square, over windows of {size} steps, of the difference of their "
         "means. All runs see the same batches in the same order."
     )
+
+    def card(name: str, content: str) -> str:
+        return str(parts().card(name, content))
+
     charts = card("Loss", _losses_chart(record)) + card("Difference from plain PyTorch", _differences_chart(record))
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -323,7 +327,7 @@ def _page(record: CurveRecord) -> str:
         card("Noise", f'<p class="soft">{how}</p><ul>{verdicts}</ul>'),
         card("Environment", about),
     ]
-    return document(title, _PAGE_STYLE, body)
+    return render("runtime/page.html", title=title, style=_PAGE_STYLE, parts=body)
 
 
 def _csv(record: CurveRecord) -> str:

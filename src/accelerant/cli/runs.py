@@ -19,7 +19,7 @@ from accelerant.cli.help import Group, examples
 from accelerant.cli.terminal import console, is_live
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped, escaped, plain, write_atomic
-from accelerant.runtime.html_page import Line, card, document, line_chart, smoothed, table, text_table
+from accelerant.runtime.html_page import Line, line_chart, render, smoothed, text_table
 
 if TYPE_CHECKING:
     from accelerant.nn.train.history import StepRecord
@@ -293,16 +293,13 @@ def _page(shown: Sequence[_ListedRun], differing: dict[str, list[Any]], note: st
         if isinstance(last := run.figures.get("validation_loss"), float) and run.status == "finished" and run.records:
             points.append((float(run.records[-1].step), last))
         held.append(Line(run.name, points, f"s{number}", dots=True))
-    charts = "".join(
-        card(title, line_chart(lines, x_label="step", y_label="nats a token"))
-        for title, lines in (("Training loss, smoothed", training), ("Held-out loss", held))
-    )
+    charts = (("Training loss, smoothed", training), ("Held-out loss", held))
     head, *rows = _rows(shown, differing)
-    cells = [[("soft", first), *(("wrap", text) for text in rest)] for first, *rest in rows]
-    body = [
-        "<h1>Runs compared</h1>",
-        card("Note", f"<p>{note}</p>") if note else "",
-        f'<div class="row">{charts}</div>',
-    ]
-    style = "table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; } .wrap { overflow-wrap: anywhere; }"
-    return document("Runs compared", style, [*body, card("Settings that differ, and figures", table(head, cells))])
+    return render(
+        "cli/runs.html",
+        title="Runs compared",
+        note=note,
+        charts=[(name, line_chart(lines, x_label="step", y_label="nats a token")) for name, lines in charts],
+        head=head,
+        rows=[[("soft", first), *(("wrap", text) for text in rest)] for first, *rest in rows],
+    )

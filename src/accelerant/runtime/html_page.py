@@ -39,16 +39,6 @@ def render(template: str, **values: object) -> str:
     return str(_environment().get_template(template).render(values)).encode(errors="backslashreplace").decode()
 
 
-def document(title: str, style: str, body: Sequence[str]) -> str:
-    """Return a page whose parts are HTML, with a style sheet of its own after that of all pages."""
-    return render("runtime/page.html", title=title, style=style, parts=list(filter(None, body)))
-
-
-def card(title: str, content: str) -> str:
-    """Return a card of HTML under a heading."""
-    return str(parts().card(title, content))
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], numbers: Iterable[str] = ()) -> str:
     """Return a table that scrolls sideways; cells have a CSS class and a text, `numbers` align right."""
     return str(parts().table(head, rows, tuple(numbers)))

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 import pytest
 
 from accelerant.nn.train.history import StepRecord, build_report
-from accelerant.runtime.html_page import Line, Reference, document, line_chart, smoothed, ticks
+from accelerant.runtime.html_page import Line, Reference, line_chart, render, smoothed, ticks
 
 EVIL = "<script>alert('x')</script>&\""
 SUMMARY = {
@@ -222,4 +222,4 @@ def test_few_tokens_are_not_rounded_to_none(tokens, shown):
 
 
 def test_a_page_with_a_lone_surrogate_can_be_written():
-    assert b"<p>a\\ud800b</p>" in document("a", "", ["<p>a\ud800b</p>"]).encode()
+    assert b"<p>a\\ud800b</p>" in render("runtime/page.html", title="a", parts=["<p>a\ud800b</p>"]).encode()
