@@ -223,7 +223,7 @@ class Accelerator(methods.Operations):
         return [self._torch_device, *(torch.device(x.torch_device) for x in others)]
 
     def _wanted(self, device: registry.DeviceLike) -> registry.DeviceLike:
-        """Return the device that `use_gpu` leaves."""
+        """Return the device that is asked for, under the configuration's `use_gpu`."""
         use_gpu = self.config.use_gpu
         if use_gpu is None:
             return device
@@ -294,7 +294,7 @@ class Accelerator(methods.Operations):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Names of the operations, which are methods."""
+        """Names of the operations; each is a method."""
         return tuple(METHODS)
 
     if not TYPE_CHECKING:  # a type checker reports a name that is missing

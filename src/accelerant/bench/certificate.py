@@ -493,16 +493,13 @@ def _integer_checks(quick: bool) -> Iterator[CertificateCheck]:
     yield CertificateCheck("shamir", "goldilocks", {"3 of 5": _run_shamir})
 
 
-def _edges(p: int) -> list[int]:
-    values = [0, 1, 2, p - 2, p - 1, p // 2, *(2**k for k in range(16, p.bit_length(), 16)), p - 2**16]
-    return list(dict.fromkeys(value for value in values if 0 <= value < p))
-
-
 def _elements(field: Field, n: int, seed: int) -> list[int]:
-    rng = random.Random(f"{field.name} {n} {seed}")
-    edges = _edges(field.modulus)
+    """Return elements of a field, the edges first, in a drawn order."""
+    rng, p = random.Random(f"{field.name} {n} {seed}"), field.modulus
+    values = [0, 1, 2, p - 2, p - 1, p // 2, *(2**k for k in range(16, p.bit_length(), 16)), p - 2**16]
+    edges = list(dict.fromkeys(value for value in values if 0 <= value < p))
     rng.shuffle(edges)
-    return [*edges, *(rng.randrange(field.modulus) for _ in range(n))][:n]
+    return [*edges, *(rng.randrange(p) for _ in range(n))][:n]
 
 
 _EXPONENT = 65537

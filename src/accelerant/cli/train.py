@@ -414,7 +414,7 @@ _RESTARTS = 3
 
 
 def _restarted(out: Path, run: RunConfig) -> bool:
-    """Return whether a launcher started the processes again, and the folder has what they wrote of this very run."""
+    """Return whether a launcher restarted the processes, and the folder holds what they wrote of the same run."""
     from accelerant.nn.train.checkpoint import Checkpoints
     from accelerant.nn.train.history import RunFolder
     from accelerant.runtime.processes import attempt, launch_id
@@ -467,7 +467,7 @@ train = TrainCommand
 
 
 _MEETING_S = 300.0  # for the processes of all machines to begin
-_ENDING_S = "60"  # for a step and its checkpoint after Ctrl-C, before the launcher kills
+_ENDING_S = "60"  # for a step and its checkpoint after Ctrl-C, before the launcher kills the processes
 _LOST = 75  # status of a process whose device is lost: another process may do better (EX_TEMPFAIL of sysexits.h)
 
 

@@ -30,7 +30,7 @@ _KEY = ("op", "implementation", "device", "case")
 _COUNTS = ("calls", "failures", "bytes", "flops")
 
 SAMPLE_EVERY = 64  # one call in 64 is timed, and each of the first four, so that short runs have figures too
-RARELY = 16 * SAMPLE_EVERY  # one in so many where timing costs more than the call: watched backward passes, small calls
+RARELY = 16 * SAMPLE_EVERY  # the same where timing costs more than the call: observed backward passes, small calls
 
 _SAMPLES_KEPT = 512
 _PENDING_LIMIT = 128

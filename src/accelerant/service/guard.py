@@ -47,12 +47,12 @@ _PIPELINED_MOST = 16  # requests that may wait on a connection behind the one in
 _TARGET_BYTES = 8192
 """Longest path and query: parameters of a query are short, and other servers and proxies take no more."""
 _SETTLED_S, _UNREAD_S = 1.0, 0.2
-"""Age from which a stranger's connection may give way to a new one; the same of a silent one where no room is left."""
-_LOOKED_AT = 32  # connections, and addresses, among which the one that gives way is looked for
+"""Age from which a stranger's connection may be closed for a new one; that of a silent one where no room is left."""
+_LOOKED_AT = 32  # how many connections, and addresses, are searched for the one to close
 _LINGER_S, _LINGER_BYTES = 1.0, 1 << 20
-"""How long, and of how much, a connection is read after its last answer, which a reset would overtake."""
+"""Seconds and bytes for which a connection is read on after its last answer, which a reset would overtake."""
 _PART_BYTES = 1 << 20
-"""Longer answers are sent in parts, each after the one before: uvicorn takes all of a part into memory."""
+"""Longer answers are sent in parts, one at a time: uvicorn holds a whole part in memory."""
 _LARGE_HEADERS = "the headers have more than {:,} bytes"
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 

@@ -649,18 +649,10 @@ def unchanged(reads: Reads | None) -> bool:
     return True
 
 
-def _contents(cell: Any, _: None) -> Any:
-    return cell.cell_contents
-
-
 def _items(x: Any, before: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return the items of a list or dict; the same object as before where they are the same."""
     items = (*x, *x.values()) if type(x) is dict else tuple(x)
-    return before if len(items) == len(before) and all(map(_is, items, before)) else None
-
-
-def _is(x: Any, y: Any) -> bool:
-    return x is y
+    return before if len(items) == len(before) and all(map(operator.is_, items, before)) else None
 
 
 def _read(x: Any, reads: Reads, names: frozenset[str]) -> None:
@@ -702,8 +694,8 @@ def _read_function(function: FunctionType, given: Mapping[str, Any], reads: Read
             if name not in function.__globals__:
                 value = getattr(builtins, name, builtins)
         elif space == "cell" and name in cells:
-            value = _contents(cells[name], None)
-            reads.append((_contents, cells[name], None, value))
+            value = cells[name].cell_contents
+            reads.append((getattr, cells[name], "cell_contents", value))
         elif space == "argument":
             value = given.get(name)  # the caller's key has the value itself
         elif space:

@@ -114,7 +114,7 @@ class Reading:
     def _texts(
         self, data: Sequence[str], use: Callable[[BinaryIO], tuple[T, str]], suffix: str = ""
     ) -> Iterator[tuple[str, Path, T]]:  # fmt: skip
-        """Iterate the text files: name, path and what `use` makes of each, which also returns a remark."""
+        """Iterate the text files as name, path and result of `use`, which also returns a remark on the encoding."""
         named = set(map(Path, data))
         for path, name in self.files(data):
             if not name.endswith(suffix):
@@ -147,7 +147,7 @@ class Reading:
         return f"{count:,} file{'s' * (count != 1)}, {size_text(sum(size for _, size in self.read))}"
 
     def notes(self) -> list[str]:
-        """Return what a user should know: what was left out and why, what was converted, what outweighs all else."""
+        """Return notes for the user: files that were left out, files that were converted, a file that dominates."""
         notes = []
         if self.skipped:
             notes.append(f"read {self.title}; left out {_grouped(self.skipped)}")
@@ -364,10 +364,10 @@ def _decodable(first: list[bytes], rest: Iterator[bytes], codec: str, name: str)
 
 # --- a corpus --------------------------------------------------------------------------------------------------------
 
-_HELD_OUT = 0.05  # of the text; of a short one, which has few windows, the second
-_HELD_OUT_OF_LITTLE, _LITTLE = 0.1, 1 << 20
-_BLOCKS, _LONGEST_BLOCK = 16, 1 << 16  # held-out blocks at least, where the windows allow it, and their bytes at most
-_HELD_OUT_DRAW = (1 << 64) - 1  # the number of the draw, beside those of the epochs
+_HELD_OUT = 0.05  # share of the text
+_HELD_OUT_OF_LITTLE, _LITTLE = 0.1, 1 << 20  # share of a text of fewer bytes, which has few windows
+_BLOCKS, _LONGEST_BLOCK = 16, 1 << 16  # fewest held-out blocks, unless windows are long, and most bytes of a block
+_HELD_OUT_DRAW = (1 << 64) - 1  # number of this permutation; those of the epochs count from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,10 +503,10 @@ class Watcher(Protocol):
     """Receives the progress of reading and tokenizing, or of another phase of a run."""
 
     def phase(self, text: str) -> None:
-        """Something that takes a while begins."""
+        """Begin a phase that takes a while."""
 
     def advance(self, share: float, text: str = "") -> None:
-        """The phase, or what `text` names, is done to this share, 0 to 1."""
+        """Report which share, 0 to 1, of the phase is done, or of the step of it that `text` names."""
 
 
 @dataclass(frozen=True, slots=True)
