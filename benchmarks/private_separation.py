@@ -122,11 +122,8 @@ class Model:
 def _ordinary(large: bool) -> dict[str, Model]:
     """Return the models that keep their examples apart."""
     rows, length = (64, 1024) if large else (8, 16)
-    texts, flat, pictures = (
-        ((8, 16), (rows, length), (4, 2 * length)),
-        ((8, 64), (256, 64)),
-        ((8, 3, 16, 16), (rows, 3, 32, 32)),
-    )
+    texts = (*([(8, 16)] if large else []), (rows, length), (4, 2 * length))
+    flat, pictures = ((8, 64), (256, 64)), ((8, 3, 16, 16), (rows, 3, 32, 32))
     deep = ((16, length), (4, 2 * length))
     layers, width = (12, 768) if large else (2, 32)
     config = GPTConfig(vocab_size=_WORDS, context=2 * length, layers=4, heads=4, width=256 if large else 32)

@@ -1,5 +1,6 @@
 """What a newcomer touches: an op, a backend, a curve, a Hugging Face family and a job type of another package."""
 
+import importlib
 import json
 import os
 import re
@@ -16,8 +17,9 @@ sys.path.append(str(Path(__file__).parent / "service"))
 from serving import Server
 
 import accelerant
+from accelerant import nn
 from accelerant.errors import ConfigError
-from accelerant.nn.patching import register_form
+from accelerant.nn.patching import forms, register_form
 from accelerant.runtime import registry
 from accelerant.service.client import Client
 from requirements import require_backend
@@ -102,11 +104,9 @@ import numpy as np
 import torch
 
 import accelerant as acl
-from accelerant import nn, zk
-from accelerant.nn.patching import register_form
+from accelerant import zk
 from accelerant.ops.registry import public_op
 from accelerant.runtime import registry
-from newcomer_models import NewcomerConfig, NewcomerModel, NewcomerRMSNorm
 
 x = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
 wanted = np.where(x > 0, x, 0.5 * x)
@@ -140,16 +140,6 @@ total = zk.msm([2, 3], [g1.generator, g1.generator], curve="newcomer_g1")
 assert g1.decode(total) == g1.decode(g1.mul(g1.generator, 5))
 points = g1.mul(g1.generator, [6, -1 % g1.order]), g2.mul(g2.generator, [7, 42])
 assert zk.pairing_product_is_one(*points, "newcomer")
-
-# The family's norm is replaced once its form is known.
-model, ids = NewcomerModel(NewcomerConfig()).eval(), torch.arange(10).reshape(2, 5)
-with torch.no_grad():
-    before = model(ids)
-    assert not [each for each in nn.patch(model).changed if each.name == "norm"]
-    nn.patching.unpatch(model)
-    register_form("rms_norm", NewcomerRMSNorm.forward)
-    assert [each.name for each in nn.patch(model).changed if each.name == "norm"]
-    torch.testing.assert_close(model(ids), before)
 """
 
 
@@ -176,8 +166,7 @@ def run(environment, *command):
     return done.stdout
 
 
-def test_an_op_a_backend_a_curve_and_a_family_of_models(installed):
-    pytest.importorskip("transformers", reason="patch is for models of transformers, an optional package")
+def test_an_op_a_backend_and_a_curve(installed):
     family = {"kind": "bn", "parameter": -0x400000000000120F, "b": 3, "nonresidue": (3, 1), "twist": "divide"}
     generator = (
         (
@@ -190,6 +179,22 @@ def test_an_op_a_backend_a_curve_and_a_family_of_models(installed):
         ),
     )
     run(installed, "-c", PROGRAM, json.dumps(family), json.dumps(generator))
+
+
+def test_a_family_of_models(installed, monkeypatch):
+    """The family's norm is replaced once its form is known."""
+    pytest.importorskip("transformers", reason="patch is for models of transformers, an optional package")
+    monkeypatch.syspath_prepend(installed["PYTHONPATH"].partition(os.pathsep)[0])
+    monkeypatch.setattr(forms, "_FORM_OF", {**forms._FORM_OF})
+    models = importlib.import_module("newcomer_models")
+    model, ids = models.NewcomerModel(models.NewcomerConfig()).eval(), torch.arange(10).reshape(2, 5)
+    with torch.no_grad():
+        before = model(ids)
+        assert not [each for each in nn.patch(model).changed if each.name == "norm"]
+        nn.patching.unpatch(model)
+        register_form("rms_norm", models.NewcomerRMSNorm.forward)
+        assert [each.name for each in nn.patch(model).changed if each.name == "norm"]
+        torch.testing.assert_close(model(ids), before)
 
 
 @pytest.mark.slow

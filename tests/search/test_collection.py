@@ -362,7 +362,7 @@ def test_what_was_written_survives_kill_9_at_any_moment(tmp_path, points):
 
 
 def test_64_readers_beside_a_writer_see_whole_batches(tmp_path):
-    old, new = {"must": [{"key": "turn", "range": {"gte": 0}}]}, 12
+    old, new = {"must": [{"key": "turn", "range": {"gte": 0}}]}, 5
     with Collection(tmp_path, dim=DIM) as collection:
         collection.upsert(range(64), vectors(64), [{"turn": 0}] * 64)
         wrong, stop = [], threading.Event()
