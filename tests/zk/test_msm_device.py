@@ -241,10 +241,11 @@ def test_the_sort_fills_the_buckets(space, sort):
 def test_sums_are_exact(space, name):
     """Any scalars and points; windows and segments of few points too, so that buckets are cut up."""
     curve = curve_of(name)
+    every = (1, 2, 5) if curve.coordinates.degree == 1 else ()
     for i, (scalars, logarithms) in enumerate(cases(curve)):
         options = {} if i % 3 else {"window": 5, "segment": 3}
         check(space, curve, scalars, logarithms, there=i % 2 == 0, **options)
-        for rounds in some_rounds(curve, 1, 2, 5):
+        for rounds in every[i % 3 :][:1] if space.backend == "opencl" else every:  # PoCL has each number in turn
             check(space, curve, scalars, logarithms, there=i % 2 == 0, rounds=rounds, **options)
 
 
