@@ -189,6 +189,21 @@ def test_attention_gives_what_torch_gives(options, training):
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.parametrize("trained", [
+    ["bias"], ["weight"], ["in_proj_weight", "own.out"], ["k_proj_weight"], ["v_proj_weight", "in_proj_bias"],
+    ["weight_hh", "bias_ih_l1"], ["weight_ih_l0"],
+])  # fmt: skip
+def test_parts_of_attention_and_of_recurrent_layers_may_be_frozen(trained):
+    layers = [
+        nn.Sequential(Attends(**options)) for options in ({}, {"kdim": 3, "vdim": 3})
+    ] + [Chain(kind(3, 4, 2, batch_first=True, bidirectional=True)) for kind in (nn.LSTM, nn.GRU)]  # fmt: skip
+    for model in layers:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(each in name for each in trained))
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            check(model, [torch.randn(3, 5, 3)], loss_of)
+
+
 @modes
 def test_a_transformer_of_torch(norms):
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0)

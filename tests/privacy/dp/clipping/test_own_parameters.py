@@ -357,6 +357,16 @@ def test_other_refusals():
     PerExampleClipper(model, max_grad_norm=1.0)
     with pytest.raises(UnsupportedCase, match=r"RNN has parameters of its own.*register a LayerRule"):
         model(torch.randn(5, 2, 4))
+    with pytest.raises(UnsupportedCase, match=r"0 \(EmbeddingBag\): sparse gradients are not made"):
+        PerExampleClipper(nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True)), max_grad_norm=1.0)
+
+
+def test_a_layer_may_be_dropped_at_random_for_all_examples():
+    def forward(m, x):
+        drawn = [torch.rand([]), torch.rand(()), torch.randn([])]
+        return x * m.scale if all(each < 9 for each in drawn) else x
+
+    check(Chain(nn.Linear(4, 4), module(forward, scale=(4,))), [torch.randn(5, 3, 4)], loss_of)
 
 
 def test_examples_in_another_dimension():

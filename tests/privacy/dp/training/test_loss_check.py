@@ -254,6 +254,37 @@ def total(loss, count, *, drawn=True, microbatch=None, bound=0.2, seed=0):
         return torch.cat([p.grad.flatten() for p in model.parameters()]) / bound
 
 
+@pytest.mark.parametrize("places", [[7], [6, 7], list(range(23))])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [
+    lambda out, y: F.cross_entropy(out, y) + 0.01 * out.norm(),
+    lambda out, y: F.cross_entropy(out / out.abs().max().detach(), y),
+    lambda out, y: F.cross_entropy(out, y, reduction="none").logsumexp(0) / len(y),
+    lambda out, y: (lambda losses: (losses * losses.detach().mean()).mean())(F.cross_entropy(out, y, reduction="none")),
+])  # fmt: skip
+def test_rows_that_are_not_finite_hide_no_mixture(loss, value, places):
+    """With one, no row has a finite gradient, and the step would release nothing of any; without it, all of them."""
+    x, y, *_ = rows()
+    x[places] = value
+    with private(Tagger(), 1.0) as training:
+        (batch,) = training.batches((x[:, 0], y[:, 0]), steps=1)
+        value = loss(training.model(batch.tensors[0]), batch.tensors[1])
+        with pytest.raises(UnsupportedCase, match="the loss mixes the examples of a batch"):
+            value.backward()
+
+
+def test_rows_that_are_not_finite_leave_a_loss_that_keeps_examples_apart():
+    x, y, *_ = rows()
+    x[3], x[8] = math.nan, math.inf
+    model = Tagger()
+    with private(model, 1.0, lr=0.0) as training, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in training.batches((x[:, 0], y[:, 0]), steps=1):
+            F.cross_entropy(model(batch.tensors[0]), batch.tensors[1]).backward()
+            assert int(training.clipper.nonfinite) == 2
+            training.optimizer.step()
+
+
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
 def test_a_loss_that_mixes_examples_is_refused(loss, drawn):

@@ -105,6 +105,32 @@ def test_mixed_rows_are_refused(mix):
         loop(Rearranged(mix, lambda h: h), points())
 
 
+@pytest.mark.parametrize(("value", "places"), [(torch.nan, [0]), (torch.inf, [0, 5]), (-torch.inf, [3, 4])])
+@pytest.mark.parametrize("mix", [
+    lambda h: h - h.mean(0), lambda h: h.softmax(0), lambda h: h / h.detach().norm(), lambda h: h + 0 * h.sum(),
+])  # fmt: skip
+def test_rows_that_are_not_finite_hide_no_mixture(mix, value, places):
+    """With one, no gradient is finite, whatever rows take the place of others."""
+    x, y = points(8)
+    x[places] *= value
+    with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch"):
+        loop(Rearranged(lambda h: mix(h.atanh()), lambda h: h), (x, y))
+    loop(Rearranged(lambda h: h.exp(), lambda h: h), (x, y))
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_row_that_is_far_larger_hides_no_mixture(place):
+    x, y = points(8)
+    x[place] *= 1e20
+    with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch"):
+        loop(nn.Sequential(nn.Linear(6, 6), Centered(), nn.Linear(6, 3)), (x, y))
+
+
+class Centered(nn.Module):
+    def forward(self, x):
+        return F.batch_norm(x, None, None, training=True)
+
+
 class Scaled(nn.Module):
     """Takes a second input of as many columns as there are rows, and mixes examples through it alone."""
 

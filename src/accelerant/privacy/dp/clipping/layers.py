@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: PerExampleSink, examples: int, transposed: bool
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         low = weight.to(x.dtype)
         matrix = low if transposed else low.t()
         y = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(x.dtype), rows, matrix)
@@ -756,8 +756,6 @@ class _RecurrentRule(LayerRule):
             return "its examples come second: take batch_first=True"
         if module.proj_size:
             return "projections are not covered: take proj_size=0 and a Linear after it"
-        if len({param.requires_grad for param in module.parameters()}) > 1:
-            return "some of its parameters are frozen: freeze all of them or none"
         return None
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
@@ -804,9 +802,6 @@ class _MultiheadAttentionRule(LayerRule):
             return "its examples come second: take batch_first=True"
         if module.bias_k is not None or module.add_zero_attn:
             return "bias_k, bias_v and add_zero_attn are not covered: leave them out"
-        own = [param for param in module._parameters.values() if param is not None]
-        if len({param.requires_grad for param in own}) > 1:
-            return "of its own parameters some are frozen: freeze all of them or none"
         return None
 
     def forward(
@@ -841,7 +836,7 @@ class _MultiheadAttentionRule(LayerRule):
         module, sink, E = self.module, self.sink, self.module.embed_dim
         joint, bias = module._qkv_same_embed_dim, module.in_proj_bias
         separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        if not any(sink.wants(param) for param in (bias, module.q_proj_weight, module.in_proj_weight)):
+        if not any(map(sink.wants, (bias, module.in_proj_weight, *separate))):
             weights = module.in_proj_weight.chunk(3) if joint else separate
             biases = (None,) * 3 if bias is None else bias.chunk(3)
             return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))

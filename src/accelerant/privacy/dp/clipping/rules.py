@@ -188,6 +188,9 @@ class _BatchAttention(TorchFunctionMode):
                 return self._region.outside(func, args, kwargs)
             with sdpa_kernel(SDPBackend.MATH):  # of operations that vmap has; a bias may take gradients
                 return func(*args, **kwargs)
+        if func in (torch.rand, torch.randn) and args in (([],), ((),)) and current() is self._region:
+            with _outside():  # one number for all examples, as of layers that are dropped
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -448,6 +451,8 @@ def _mixes_examples(module: nn.Module) -> str | None:
         return "its running statistics keep what examples held: take track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         return "max_norm changes the rows of the tokens in the forward pass, frozen or not: leave it out"
+    if isinstance(module, nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        return "sparse gradients are not made: take sparse=False"
     if not isinstance(module, _BatchNorm):
         return None
     if module.training or not _has_statistics(module):

@@ -596,6 +596,12 @@ class _LossTrace(TorchFunctionMode):
     def _replacements(self, used: set[int], rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield indices in which every other row is one of two unlike rows, and which rows are kept."""
         numbers = torch.arange(rows, device="cpu")
+        finite = torch.ones(rows, dtype=torch.bool, device="cpu")
+        for leaf in (self._leaves[number] for number in used & self._leaves.keys()):
+            if leaf.rows and leaf.tensor.dim() and leaf.tensor.shape[0] % rows == 0:
+                finite &= leaf.tensor.isfinite().reshape(rows, -1).all(1).cpu()
+        if bool(finite.any()) and not bool(finite.all()):  # such rows may hide what others change
+            yield torch.where(finite, numbers, int(finite.int().argmax())), finite
         for row in self._unlike(used, rows):
             for odd in (0, 1):
                 kept = numbers % 2 != odd
@@ -693,10 +699,12 @@ def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> b
     """Return whether the gradient of a row that was kept has changed."""
     for one, two in zip(before, after, strict=True):
         rows = kept.to(one.device)
-        one, two = one[rows].float(), two[rows].float()
-        scale = torch.linalg.vector_norm(one, dim=1).amax()
+        one, two = one[rows].double(), two[rows].double()
+        scale = torch.linalg.vector_norm(one, dim=1).nan_to_num(0.0, 0.0).amax()
         tolerance = max(_TOLERANCE, 2 * torch.finfo(before[0].dtype).eps)
-        if bool((torch.linalg.vector_norm(two - one, dim=1) > tolerance * scale).any()):
+        same = (one == two) | (one.isnan() & two.isnan())
+        change = torch.linalg.vector_norm((two - one).masked_fill(same, 0.0), dim=1)
+        if not bool((change <= tolerance * scale).all()):  # NaN has changed
             return True
     return False
 

@@ -34,6 +34,7 @@ from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_
 
 _TOLERANCE = 2e-5  # change of a gradient that counts as none in float32, relative to the layer's
 _REPEATS = 8  # differences in float32 of which every two must have a change in common that is refused
+_LARGE = 1e3  # a row's largest value, over the median of the rows', beyond which it may hide a change
 _RANDOM = 1e-2  # change between equal passes from which a model is random beyond the seeds
 
 
@@ -120,15 +121,16 @@ class SeparationCheck:
         mode.forwards += not mode.done
         if not mode.done and mode.forwards < mode.next:
             return
-        if (other := _other_rows((args, kwargs), rows)) is None:
+        if (others := _other_rows((args, kwargs), rows)) is None:
             return  # as in an empty draw, all of whose rows are padding
+        other, typical = others
         self._running = True  # the passes of the check call the model, too
         try:
             if mode.done:
                 some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)], device="cpu")
-                self._refuse(_Passes(self._clipper, other, (args, kwargs)), [some])
+                self._refuse(_Passes(self._clipper, other, (args, kwargs)), [some, ~typical])
                 return
-            used, seen = self._check(other, (args, kwargs))
+            used, seen = self._check(other, typical, (args, kwargs))
         finally:
             self._running = False
         mode.next = 2 * mode.forwards  # unless the check failed: then the next pass is checked
@@ -152,7 +154,9 @@ class SeparationCheck:
                     f"rows. Give loss_reduction={found!r}, or a loss that is a {wanted}"
                 )
 
-    def _check(self, other: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[set[str], set[str]]:
+    def _check(
+        self, other: Tensor, typical: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[set[str], set[str]]:
         """Compare passes; return the layers that were used, and those that showed their examples apart."""
         passes = _Passes(self._clipper, other, inputs)
         equal = passes.begin()
@@ -162,7 +166,7 @@ class SeparationCheck:
         if not equal:
             self._warn("the model returned no tensors" if equal is None else "two equal passes of the model differ")
             return set(), set()
-        changed = self._refuse(passes, _patterns(len(other)))
+        changed = self._refuse(passes, [*_patterns(len(other)), ~typical])
         if kept := passes.remembers():
             raise UnsupportedCase(
                 f"the gradient of an example depends on the batch before: the model keeps a state that follows its "
@@ -425,16 +429,29 @@ def _patterns(rows: int) -> list[Tensor]:
     return [torch.tensor([bit in code for code in codes], device="cpu") for bit in range(count)]
 
 
-def _other_rows(inputs: Any, rows: int) -> Tensor | None:
-    """Return for each row another that differs from it: row 0 or the first unlike it; None if all are equal."""
-    unlike = torch.zeros(rows, dtype=torch.bool, device="cpu")
-    for each in tensors_of(inputs):
-        if each.shape[:1] == (rows,):
-            differs = (
-                each != each[:1] if each.layout == torch.strided else torch.arange(rows, device="cpu") > 0
-            )  # it is not compared
-            unlike |= differs.unsqueeze(-1).flatten(1).any(1).cpu()
-    return torch.where(unlike, 0, int(unlike.int().argmax())) if bool(unlike.any()) else None
+def _other_rows(inputs: Any, rows: int) -> tuple[Tensor, Tensor] | None:
+    """Return for each row another that differs from it, and which rows are typical; None if all are equal.
+
+    The others are the first typical row, or the first typical one unlike it. Rows that are not finite, or have values
+    far above the median row's, could hide what others change.
+    """
+    typical, unlike = (torch.full((rows,), each, dtype=torch.bool, device="cpu") for each in (True, False))
+    found = [each.detach() for each in tensors_of(inputs) if each.shape[:1] == (rows,)]
+    for each in found:
+        if each.is_floating_point() and each.layout == torch.strided and each.numel():
+            sizes = each.abs().unsqueeze(-1).flatten(1).amax(1).double().cpu().nan_to_num(math.inf, math.inf)
+            median = float(sizes.median())
+            typical &= sizes <= (_LARGE * median if 0 < median < math.inf else sys.float_info.max)
+    first = int(typical.int().argmax())
+    for each in found:
+        if each.layout == torch.strided:
+            unlike |= (each != each[first : first + 1]).unsqueeze(-1).flatten(1).any(1).cpu()
+        else:  # it is not compared
+            unlike |= torch.arange(rows, device="cpu") != first
+    if not bool(unlike.any()):
+        return None
+    best = unlike & typical if bool((unlike & typical).any()) else unlike
+    return torch.where(unlike, first, int(best.int().argmax())), typical
 
 
 def _square(inputs: Any, rows: int) -> set[int]:
