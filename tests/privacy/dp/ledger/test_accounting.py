@@ -250,6 +250,25 @@ def test_many_noise_multipliers_are_rounded_to_the_safe_side():
     assert exact <= epsilon(*events) <= 1.05 * exact
 
 
+@pytest.mark.parametrize(("noise", "count"), [(1e6, 10**7), (1e6, 4273), (300.0, 10**6)])
+def test_gaussian_releases_are_one_together(noise, count):
+    """The analytic Gaussian mechanism of Balle and Wang, at the epsilon that is found."""
+    found, mu = epsilon(PrivacyEvent("gaussian", noise, count=count)), math.sqrt(count) / noise
+
+    def exact(epsilon):
+        above, below = (0.5 * math.erfc((epsilon / mu + side * mu / 2) / math.sqrt(2)) for side in (-1, 1))
+        return above - math.exp(epsilon) * below
+
+    assert exact(found) <= DELTA <= exact(found * 0.98)
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "randomized_response", "discrete_laplace"])
+@pytest.mark.parametrize("delta", [1e-15, 1e-300])
+def test_pure_epsilons_add_up_at_the_least_deltas(mechanism, delta):
+    found = epsilon(PrivacyEvent(mechanism, 4.0, count=3), delta=delta)
+    assert 0.749 <= found <= 0.75 * (1 + 1e-12)
+
+
 @pytest.mark.slow
 def test_a_count_that_changes_reuses_the_distribution_of_one_step():
     step = PrivacyEvent("gaussian", 1.3, "poisson", 0.01)

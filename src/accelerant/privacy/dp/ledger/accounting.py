@@ -48,7 +48,9 @@ class PrivacyEvent:
         mechanism: gaussian and discrete_gaussian bound the L2 norm, laplace and discrete_laplace the L1 norm of what
             one unit contributes. randomized_response represents any mechanism of pure epsilon.
         noise_multiplier: standard deviation (Gaussian) or scale b (Laplace) over the sensitivity; 1 / epsilon for
-            randomized_response. 0 is no privacy: epsilon is infinite.
+            randomized_response. 0 is no privacy: epsilon is infinite. For noise of deviation s on integers give
+            sqrt(s^2 - 1.58^2) over the sensitivity: discrete_gaussian is accounted as the continuous one, than which
+            wide discrete noise of that deviation is at least as private.
         sampling: "poisson": each unit was in the draw independently with probability sample_rate. "none": all
             records are used. "shuffled", "unknown": accounted as "none", since a shuffled loader's batches are no
             Poisson draws (Chua et al. 2024, arXiv:2403.17673) and nothing is known of the other.
@@ -367,6 +369,11 @@ def _releases(events: Sequence[PrivacyEvent], neighbouring: str) -> tuple[Mappin
                 'neighbouring="add-or-remove-one"'
             )
         counts[release_of(event)] += event.count
+    plain = {each: count for each, count in counts.items() if each[::2] == ("gaussian", 1.0)}
+    if sum(plain.values()) > 1:  # together one Gaussian release, rounded down
+        counts -= Counter(plain)
+        noise = math.fsum(count / each.noise_multiplier**2 for each, count in plain.items()) ** -0.5
+        counts[Release("gaussian", noise * (1 - 2.0**-40), 1.0)] = 1
     merged, steps_per_octave = counts, 1024
     while len(merged) > _MAX_RELEASES and steps_per_octave:
         merged = Counter()
@@ -524,7 +531,18 @@ def rdp_epsilon(counts: Mapping[Release, int], delta: float, orders: tuple[float
     for release, count in counts.items():
         total += count * rdp_values(release, orders)
     rdp = _load("rdp.rdp_privacy_accountant")
-    return float(rdp.compute_epsilon(orders, total, delta)[0])
+    return min(float(rdp.compute_epsilon(orders, total, delta)[0]), _summed_epsilon(counts))
+
+
+def _summed_epsilon(counts: Mapping[Release, int]) -> float:
+    """Return the sum of the releases' pure epsilons, rounded up: the least bound for the least deltas."""
+    each = []
+    for release, count in counts.items():
+        pure = _pure_epsilon(release)
+        if pure is None:
+            pure = 1 / release.noise_multiplier if release.mechanism == "laplace" else math.inf
+        each.append(count * pure)
+    return sum(each) * (1 + len(each) * 2.0**-50)
 
 
 @lru_cache(maxsize=256)
