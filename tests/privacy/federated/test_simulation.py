@@ -39,6 +39,18 @@ def test_a_round_is_the_mean_of_local_training():
     assert json.loads(json.dumps(report.to_dict()))["epsilon"] is None
 
 
+def test_another_default_device_of_torch_changes_nothing():
+    expected = federated.simulate(model(), DATA, clients=4, rounds=1).report
+    start = model()
+    with torch.device("meta"):
+        found = federated.simulate(start, DATA, clients=4, rounds=1).report
+        assert mpc.secure_aggregate([[1, 2]] * 3, 2).total.tolist() == [3, 6]
+        shares = mpc.shamir.split([5, 7], threshold=2, count=3)
+        assert mpc.shamir.combine(shares[1:]).tolist() == [5, 7]
+    assert found.losses == expected.losses
+    assert found.accuracies == expected.accuracies
+
+
 def test_a_client_killed_in_a_round():
     _, report = federated.simulate(
         model(), DATA, clients=6, rounds=3, learning_rate=1.0, leaving={1: {"mask": [2]}, 2: {"unmask": [0]}}

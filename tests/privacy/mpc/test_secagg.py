@@ -307,6 +307,24 @@ def test_an_update_is_scaled_below_the_norm_exactly():
     assert torch.equal(scaled_down(x, 1e4), x)
 
 
+@pytest.mark.parametrize("size", [1e150, 1e155, 1e300, 1.7e308, 1e-170])
+def test_norms_whose_squares_leave_float64(size):
+    x = size * torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    found = scaled_down(x, min(size, 1.0))
+    assert torch.equal(found, found[0] * torch.tensor([1.0, -1.0, 0.5]).double())
+    assert 0.9 < math.sqrt(sum(Fraction(float(each)) ** 2 for each in found) / Fraction(min(size, 1.0)) ** 2) <= 1
+    assert torch.equal(scaled_down(0 * x, size), 0 * x)
+
+
+@pytest.mark.parametrize("bound", [1e154, 1e155, 1e300])
+def test_norms_as_large_as_float64_holds(bound):
+    updates = [bound / 2 * torch.tensor([1.0, -1.0], dtype=torch.float64)] * 3
+    total = mpc.secure_aggregate(updates, 2, max_norm=bound).total
+    torch.testing.assert_close(total / bound, torch.tensor([1.5, -1.5], dtype=torch.float64), rtol=1e-8, atol=0)
+    with pytest.raises(ConfigError, match="grid must be a power of two from"):
+        mpc.secure_aggregate(updates, 2, max_norm=bound, noise_multiplier=1.0)
+
+
 def test_noise_and_its_charge():
     size = 1000
     party = Party(size=size, threshold=5, colluders=1, max_abs=None, step=None, max_norm=1.0, noise_multiplier=2.0)

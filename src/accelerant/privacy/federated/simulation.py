@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class FederatedReport:
     survivors: list[tuple[int, ...]] = field(default_factory=list)  # clients in each round's mean
     stages: dict[str, StageReport] = field(default_factory=dict)  # bytes and seconds by stage, over all rounds
 
-    def add(self, result: Aggregate, model: nn.Module, tested: tuple[Tensor, ...], loss: Any) -> None:
+    def add(self, result: Aggregate, model: nn.Module, tested: Sequence[Tensor], loss: Any) -> None:
         """Take a round's result, and measure the model that it gave."""
         with torch.no_grad():  # a copy: forward may write to parameters (max_norm), and the data may be private
             outputs, wanted = copy.deepcopy(model)(tested[0]), tested[1]
@@ -101,8 +101,10 @@ def simulate(
         ProtocolError: fewer clients than the threshold stayed in a round.
         BudgetExceeded: the ledger allows no further round.
     """
-    inputs, targets = map(torch.as_tensor, data)
-    tested = tuple(map(torch.as_tensor, test or data))
+    place = next((parameter.device for parameter in model.parameters()), None)  # as_tensor moves to torch's default
+    inputs, targets, *tested = (
+        each if isinstance(each, Tensor) else torch.as_tensor(each, device=place) for each in (*data, *(test or data))
+    )
     for name, value in (("rounds", rounds), ("local_epochs", local_epochs), ("batch_size", batch_size)):
         check_whole(name, value, 1)
     check_number("learning_rate", learning_rate)

@@ -440,7 +440,7 @@ def _tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{name} is an integer beyond 64 bits: share it as bytes, by int.to_bytes")
     try:
-        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         if isinstance(tensor, DeviceTensor):
             tensor = tensor.cpu()
     except (TypeError, ValueError, RuntimeError):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
@@ -471,6 +472,7 @@ def private_histogram(
 
 
 _MOST_CHOICES = 1 << 20
+Numbers = Tensor | NDArray[Any] | Sequence[Any]  # a tensor, an array, or lists of numbers
 
 
 class RandomizedResponse:
@@ -497,7 +499,7 @@ class RandomizedResponse:
     def __repr__(self) -> str:
         return f"RandomizedResponse(choices={self.choices}, epsilon={self.epsilon:g})"
 
-    def randomize(self, answers: Tensor, *, ledger: LedgerLike = None) -> Tensor:
+    def randomize(self, answers: Numbers, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each answer.
 
         Args:
@@ -510,9 +512,10 @@ class RandomizedResponse:
         Raises:
             UnsupportedDtype, ConfigError: not whole numbers, or out of range.
         """
+        answers = _given(answers)
         if answers.is_floating_point() or answers.is_complex():
             raise UnsupportedDtype(f"answers must be whole numbers, got {answers.dtype}")
-        flat = answers.detach().to("cpu", torch.int64).reshape(-1)
+        flat = answers.to("cpu", torch.int64).reshape(-1)
         if flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.choices):
             raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(flat.min())} to {int(flat.max())}")
         _record_report(ledger, PrivacyEvent("randomized_response", 1.0 / self.epsilon))
@@ -520,9 +523,9 @@ class RandomizedResponse:
         other = (self._stream.uniform(flat.numel()) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
         return torch.where(keep, flat, other + (other >= flat)).reshape(answers.shape)
 
-    def estimate(self, reports: Tensor) -> Tensor:
+    def estimate(self, reports: Numbers) -> Tensor:
         """Return unbiased estimates of the share of each answer, (k,) float64; they may be below 0."""
-        flat = reports.detach().to("cpu", torch.int64).reshape(-1)
+        flat = _given(reports).to("cpu", torch.int64).reshape(-1)
         if not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.choices:
             raise ConfigError(f"reports must be at least one number, each 0 to {self.choices - 1}")
         seen = torch.bincount(flat, minlength=self.choices).double() / flat.numel()
@@ -554,21 +557,21 @@ class LocalLaplace:
     def __repr__(self) -> str:
         return f"LocalLaplace({self.low:g}, {self.high:g}, epsilon={self.epsilon:g})"
 
-    def randomize(self, values: Tensor, *, ledger: LedgerLike = None) -> Tensor:
+    def randomize(self, values: Numbers, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each value, float64, the shape of values; ConfigError if a value is NaN.
 
         Args:
             values: any shape; each element is a record.
             ledger: a PrivacyLedger with neighbouring="replace-one", or its file.
         """
-        wide = values.detach().to(torch.float64).clamp(self.low, self.high)
+        wide = _given(values).to(torch.float64).clamp(self.low, self.high)
         if bool(wide.isnan().any()):
             raise ConfigError("values must be numbers, got NaN")
-        return _add_noise_(wide.reshape(-1).contiguous(), self._noisy, self._plan, ledger).reshape(values.shape)
+        return _add_noise_(wide.reshape(-1).contiguous(), self._noisy, self._plan, ledger).reshape(wide.shape)
 
-    def mean(self, reports: Tensor) -> float:
+    def mean(self, reports: Numbers) -> float:
         """Return an unbiased estimate of the mean of the clamped values."""
-        return float(reports.double().mean())
+        return float(_given(reports).double().mean())
 
     def standard_error(self, reports: int) -> float:
         """Return the deviation that the noise adds to the mean of n reports: sqrt(2 / n) b."""
@@ -603,30 +606,45 @@ class LocalGaussian:
         bounds = f"max_norm={self.max_norm:g}, dimensions={self.dimensions}"
         return f"LocalGaussian({bounds}, epsilon={self.epsilon:g}, delta={self.delta:g})"
 
-    def randomize(self, vectors: Tensor, *, ledger: LedgerLike = None) -> Tensor:
+    def randomize(self, vectors: Numbers, *, ledger: LedgerLike = None) -> Tensor:
         """Return a report for each vector: (n, dimensions), float64.
 
         Args:
             vectors: (n, dimensions), finite; each row is a record.
             ledger: a PrivacyLedger with neighbouring="replace-one", or its file.
         """
-        if vectors.dim() != 2 or vectors.shape[1] != self.dimensions:
-            raise ShapeError(f"vectors must be (n, {self.dimensions}), got {tuple(vectors.shape)}")
-        wide = vectors.detach().to(torch.float64)
-        norms = wide.norm(dim=1, keepdim=True)
-        if not bool(norms.isfinite().all()):
+        wide = _given(vectors).to(torch.float64)
+        if wide.dim() != 2 or wide.shape[1] != self.dimensions:
+            raise ShapeError(f"vectors must be (n, {self.dimensions}), got {tuple(wide.shape)}")
+        if not bool(wide.isfinite().all()):
             raise ConfigError("vectors must be of finite numbers")
-        clipped: Tensor = wide * (self.max_norm / norms.clamp(min=self.max_norm))
+        largest = wide.abs().amax(1, keepdim=True).clamp(min=sys.float_info.min)  # squares may leave float64's range
+        norms, bound = (
+            (wide / largest).norm(dim=1, keepdim=True),
+            self.max_norm * (1 - (self.dimensions + 8) * 2.0**-52),
+        )
+        clipped: Tensor = wide * (bound / norms / largest).clamp(max=1.0)
         return _add_noise_(clipped, self._noisy, self._plan, ledger)
 
-    def mean(self, reports: Tensor) -> Tensor:
+    def mean(self, reports: Numbers) -> Tensor:
         """Return an unbiased estimate of the mean of the clipped vectors, (dimensions,)."""
-        mean: Tensor = reports.double().mean(0)
+        mean: Tensor = _given(reports).double().mean(0)
         return mean
 
     def standard_error(self, reports: int) -> float:
         """Return the deviation that the noise adds to each coordinate of the mean of n reports: std / sqrt(n)."""
         return self._plan.scale / math.sqrt(reports)
+
+
+def _given(numbers: Numbers) -> Tensor:
+    """Return numbers as a tensor, those of lists and arrays on the CPU; UnsupportedDtype for what is none."""
+    refuse_masked(numbers, "the values")
+    if isinstance(numbers, Tensor):
+        return numbers.detach()
+    try:
+        return torch.from_numpy(np.array(numbers))
+    except (TypeError, ValueError):
+        raise UnsupportedDtype(f"values must be numbers, in a tensor, array or list; got {clipped(numbers)}") from None
 
 
 def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoiseParameters, ledger: LedgerLike) -> Tensor:

@@ -206,7 +206,7 @@ def real_tensor(value: Any, name: str) -> Tensor:
     """
     refuse_masked(value, name)
     try:
-        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise UnsupportedDtype(
@@ -222,8 +222,13 @@ def real_tensor(value: Any, name: str) -> Tensor:
 
 def scaled_down(x: Tensor, max_norm: float) -> Tensor:
     """Return a float64 vector whose exact L2 norm is at most max_norm: the margin is four times the roundings."""
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    if not largest:
+        return x
     margin = 1 - (x.numel() + 8) * 2.0**-52
-    return x * min(1.0, max_norm * margin / max(float(x.norm()), 1e-300))
+    return x * min(
+        1.0, max_norm * margin / float((x / largest).norm()) / largest
+    )  # squares would leave float64's range
 
 
 def wrapped(x: Tensor) -> Tensor:
@@ -251,7 +256,7 @@ def make_encoding(
 
     def std_of(step: float) -> float:
         sensitivity = (max_norm or 0.0) + step * math.sqrt(size) / 2
-        return math.sqrt(((noise_multiplier * sensitivity) ** 2 + (SMOOTH * step) ** 2) / least)
+        return math.hypot(noise_multiplier * sensitivity, SMOOTH * step) / math.sqrt(least)
 
     def room(step: float) -> float:
         noise = std_of(step) / step if noise_multiplier else 0.0
