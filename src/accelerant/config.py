@@ -187,6 +187,11 @@ def similar(name: str, known: Iterable[str]) -> str:
     return "".join(f" (did you mean {shorter[match]!r}?)" for match in matches)
 
 
+def flag_of(name: str) -> str:
+    """Return the option of the command line for a field: `--budget-seconds` for `budget_s`."""
+    return "--" + (f"{name[:-2]}_seconds" if name.endswith("_s") else name).replace("_", "-")
+
+
 def load(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the settings from the file and the environment (the process's by default), which takes precedence.
 

@@ -19,7 +19,7 @@ import torch
 
 from accelerant.bench.record import OURS, BenchmarkRecord, Environment, Journal, Row, failure_note
 from accelerant.bench.timer import measure_copy, measure_link, measure_matmul, threads_text
-from accelerant.config import DTYPE_NAMES
+from accelerant.config import DTYPE_NAMES, flag_of
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -41,14 +41,8 @@ def option(
     same: bool = False,
 ) -> Any:  # fmt: skip
     """Declare an option of a suite as the default of its field; `same`: a resumed run must have its value."""
-    return field(
-        default=default, metadata={"option": {"help": help, "metavar": metavar, "min": min, "max": max, "same": same}}
-    )
-
-
-def flag_of(name: str) -> str:
-    """Return the option of a suite's field: `budget_s` is `--budget-seconds`."""
-    return "--" + (f"{name[:-2]}_seconds" if name.endswith("_s") else name).replace("_", "-")
+    declared = {"help": help, "metavar": metavar, "min": min, "max": max}
+    return field(default=default, metadata={"option": declared, "same": same})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +107,7 @@ class Suite(ABC):
         """Return the options that a resumed run must share, by their flag."""
         found = {}
         for one in fields(self):
-            declared = one.metadata.get("option", {})
-            if declared.get("same"):
+            if one.metadata.get("same"):
                 value = getattr(self, one.name)
                 text = ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
                 text = "default" if value is None else f"{value:g}" if isinstance(value, float) else text

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import sys
 import tempfile
@@ -16,8 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import GenericAlias
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -135,10 +133,9 @@ _OP_EXAMPLES = (
 
 def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
     """Return a function whose parameters are the suite's options and those that all suites share."""
-    hints = get_type_hints(kind)
     given: dict[str, Any] = {"op": (op,)} if op else {}
-    declared = {one.name: one for one in fields(kind) if "option" in one.metadata and one.name not in given}
-    parameters = [_parameter(name, hints[name], one.default, one.metadata["option"]) for name, one in declared.items()]
+    declared = [one.name for one in fields(kind) if "option" in one.metadata and one.name not in given]
+    parameters = [one for one in parameters_of(kind) if one.name in declared]
 
     def command(**values: Any) -> None:
         own = {name: _value(values.pop(name)) for name in declared}
@@ -147,18 +144,6 @@ def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
 
     text = f"Measure {op} and torch's, forward and backward; with --size at sizes of your own." if op else kind.__doc__
     return with_parameters(command, [*parameters, *parameters_of(_RunOptions)], text or "")
-
-
-def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> inspect.Parameter:
-    from accelerant.bench.suite import flag_of
-
-    bounds = {bound: declared[bound] for bound in ("min", "max") if declared[bound] is not None}
-    flag = flag_of(name)
-    flag += f"/--no-{flag[2:]}" if default is True else ""
-    info = typer.Option(flag, help=declared["help"], metavar=declared["metavar"], **bounds)
-    if tuples := [one for one in (hint, *get_args(hint)) if get_origin(one) is tuple]:
-        hint, default = GenericAlias(list, get_args(tuples[0])[:1]) | None, list(default or ()) or None
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
 def _value(value: Any) -> Any:
@@ -312,7 +297,7 @@ class _AllCommand(_RunOptions):
 
     suite: list[str] | None = option(f"Of {', '.join(_SUITES)}; may be repeated.")
     op: list[str] | None = option("Only this op of the neural suite; may be repeated.")
-    budget_s: float = option("Seconds of calls behind each figure.", "--budget-seconds", min=0.0, default=0.3)
+    budget_s: float = option("Seconds of calls behind each figure.", min=0.0, default=0.3)
     against: list[str] | None = option("A peer of the neural suite: see bench neural --help; may be repeated.")
     cpu: bool = option("Add a CPU column where the device is another.", default=True)
 

@@ -11,14 +11,16 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from accelerant.cli.terminal import columns, console, is_live, wrapped
+from accelerant.config import flag_of
 from accelerant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -219,7 +221,8 @@ def option(text: str, *flags: str, default: Any = None, panel: str | None = None
 
     The negative flag `--no-...` exists unless the default is False.
     """
-    return field(default=default, metadata={"option": (flags, {"help": text, "rich_help_panel": panel, **more})})
+    declared = {"flags": flags, "help": text, "rich_help_panel": panel, **more}
+    return field(default=default, metadata={"option": declared})
 
 
 def command_of(kind: type[Any]) -> Callable[..., None]:
@@ -228,16 +231,21 @@ def command_of(kind: type[Any]) -> Callable[..., None]:
 
 
 def parameters_of(kind: type[Any]) -> list[inspect.Parameter]:
-    """Return the fields of a command's dataclass as parameters that typer reads."""
-    parameters = inspect.signature(kind, eval_str=True).parameters.copy()
+    """Return the fields of a command's or suite's dataclass as parameters for typer; a tuple is a repeated option."""
+    hints, parameters = get_type_hints(kind, include_extras=True), []
     for one in fields(kind):
+        hint, flag = hints[one.name], flag_of(one.name)
+        default: Any = inspect.Parameter.empty if one.default is MISSING else one.default
         if "option" in one.metadata:
-            flags, more = one.metadata["option"]
-            flags = flags or (f"--{one.name.replace('_', '-')}",) * (one.default is False)
-            hint: Any = parameters[one.name].annotation
-            annotated = Annotated[hint, typer.Option(*flags, **more)]
-            parameters[one.name] = parameters[one.name].replace(annotation=annotated)
-    return list(parameters.values())
+            declared = dict(one.metadata["option"])
+            if _kind(hint) is bool and default is not False:
+                flag += f"/--no-{flag[2:]}"
+            info = typer.Option(*(declared.pop("flags", ()) or (flag,)), **declared)
+            if tuples := [each for each in (hint, *get_args(hint)) if get_origin(each) is tuple]:
+                hint, default = GenericAlias(list, get_args(tuples[0])[:1]) | None, list(default or ()) or None
+            hint = Annotated[hint, info]
+        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+    return parameters
 
 
 def with_parameters(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from accelerant.cli.help import examples, option
-from accelerant.config import settings
+from accelerant.config import flag_of, settings
 from accelerant.errors import ConfigError, DeviceLost, TimeLimitExceeded
 from accelerant.runtime.files import exact, plain
 
@@ -151,7 +151,7 @@ class TrainCommand:
             return
         private = [name for name in _OF_PRIVATE if name != "max_grad_norm"]
         if not self.private and (alone := [name for name in given if name in private]):
-            raise ConfigError(f"{_flag(alone[0])} goes with --private")
+            raise ConfigError(f"{flag_of(alone[0])} goes with --private")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs:g} exclude each other: give one of them")
         # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
@@ -167,7 +167,7 @@ class TrainCommand:
             self._train(folder, run, self._extension(folder, given) if self.private else None)
             return
         if fixed := [name for name in given if name not in _OF_RESUME]:
-            raise ConfigError(f"--resume continues a run as it was: leave out {_flag(fixed[0])}")
+            raise ConfigError(f"--resume continues a run as it was: leave out {flag_of(fixed[0])}")
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps must be above 0, got {self.steps}")
         self._train(Path(self.resume), None, _resumed(Path(self.resume)))
@@ -182,7 +182,7 @@ class TrainCommand:
     def _simulate_clients(self, given: dict[str, Any]) -> None:
         if other := [name for name in given if name not in _OF_CLIENTS]:
             raise ConfigError(
-                f"--federated takes {', '.join(map(_flag, _OF_CLIENTS))} and --json, not {_flag(other[0])}"
+                f"--federated takes {', '.join(map(flag_of, _OF_CLIENTS))} and --json, not {flag_of(other[0])}"
             )
         from accelerant.privacy.federated.simulation import digits_demonstration
 
@@ -310,10 +310,6 @@ def _resumable(out: Path) -> Iterator[None]:
         if not Checkpoints(out).exist:
             raise
         raise TimeLimitExceeded(f"{error}; continue with: {RunFolder(out).resume_command}") from None
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _resumed(folder: Path) -> Extension | None:
