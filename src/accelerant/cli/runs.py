@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TaskID
 
-from accelerant.cli.help import Group, examples
+from accelerant.cli.help import Group, examples, option
 from accelerant.cli.terminal import console, is_live
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped, escaped, plain, write_atomic
@@ -136,14 +136,11 @@ def runs(
         list[str] | None,
         typer.Argument(metavar="[RUN]...", help="Folders of runs, or one folder with them. Default: runs."),
     ] = None,
-    report: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a page with the curves of the losses in one plot there.")
-    ] = None,
-    export: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Write the run's model and tokenizer there, in the format of transformers."),
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    report: str | None = option("Write a page with the curves of the losses in one plot there.", metavar="FILE"),
+    export: str | None = option(
+        "Write the run's model and tokenizer there, in the format of transformers.", metavar="DIR"
+    ),
+    json_output: bool = option("Print one JSON object.", "--json", default=False),
 ) -> None:
     """List runs of accelerant train, or compare two or more: the settings that differ, and the figures."""
     if export is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.help import Group, JsonOutput
+from accelerant.cli.help import Group, JsonOutput, option
 from accelerant.errors import ConfigError, FormatError, MissingFile, RangeError, ShapeError
 from accelerant.runtime.files import decode_json, escaped
 
@@ -35,10 +35,8 @@ accelerant search query queries.npy --index papers --filter '{"must": [{"key": "
 def index(
     vectors: Annotated[str, typer.Argument(metavar="VECTORS.npy", help="Vectors, one a row.")],
     index: _Index,
-    payload: Annotated[
-        str | None, typer.Option(metavar="FILE.jsonl", help="A JSON object for each vector, one a line.")
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="cosine, ip or l2, of a new collection. Default: cosine.")] = None,
+    payload: str | None = option("A JSON object for each vector, one a line.", metavar="FILE.jsonl"),
+    metric: str | None = option("cosine, ip or l2, of a new collection. Default: cosine."),
     kind: Kind = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -62,11 +60,9 @@ def index(
 def query(
     queries: Annotated[str, typer.Argument(metavar="QUERIES.npy", help="Queries, one a row.")],
     index: _Index,
-    results: Annotated[int, typer.Option(min=1, help="Number of answers to each query.")] = 10,
-    filter: Annotated[str | None, typer.Option(metavar="JSON", help="A filter of Qdrant's filter language.")] = None,
-    nprobe: Annotated[
-        int | None, typer.Option(min=1, help="Inverted lists to read. Default: an eighth of them.")
-    ] = None,
+    results: int = option("Number of answers to each query.", min=1, default=10),
+    filter: str | None = option("A filter of Qdrant's filter language.", metavar="JSON"),
+    nprobe: int | None = option("Inverted lists to read. Default: an eighth of them.", min=1),
     device: _Device = None,
     json_output: JsonOutput = False,
 ) -> None:

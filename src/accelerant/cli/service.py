@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.help import Group, JsonOutput, examples
+from accelerant.cli.help import Group, JsonOutput, examples, option
 from accelerant.cli.terminal import print_table, span_text
 from accelerant.errors import ConfigError, MissingDependency, MissingFile
 from accelerant.runtime.files import escaped
@@ -50,34 +50,29 @@ def _service(module: str) -> Any:
 
 @examples(_EXAMPLES)
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address; any but 127.0.0.1 needs API keys.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 for a free one.")] = None,
+    host: str | None = option("Address; any but 127.0.0.1 needs API keys."),
+    port: int | None = option("Port; 0 for a free one."),
     config: _Config = None,
-    directory: Annotated[Path | None, typer.Option(help="Private folder of jobs and keys.")] = None,
-    state_url: Annotated[str | None, typer.Option(help="Job store: sqlite:///PATH or postgresql://...")] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(help="A device with a worker of its own, as cuda:0; may be repeated. Default: automatic."),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Folder or GGUF file of a model behind OpenAI's routes, or NAME=FOLDER; may be repeated."),
-    ] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="Weights of --model in 8-bit integers.")] = False,
-    int4: Annotated[bool, typer.Option("--int4", help="Weights of --model in 4-bit integers.")] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Split each language model over N GPUs; with --device cpu, processes."),
-    ] = None,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Answers of --model may differ, in rounding, by what else is served.")
-    ] = False,
-    tls_certificate: Annotated[str | None, typer.Option(help="PEM file of the certificate and its chain.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="PEM file of the certificate's private key.")] = None,
-    log: Annotated[str | None, typer.Option(help="json or text.")] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray: a replica for each GPU of a Ray cluster.")] = "local",
-    address: Annotated[str | None, typer.Option(help="With --engine ray: the cluster, as HOST:PORT.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="With --engine ray. Default: a GPU or node each.")] = None,
+    directory: Path | None = option("Private folder of jobs and keys."),
+    state_url: str | None = option("Job store: sqlite:///PATH or postgresql://..."),
+    device: list[str] | None = option(
+        "A device with a worker of its own, as cuda:0; may be repeated. Default: automatic."
+    ),
+    model: list[str] | None = option(
+        "Folder or GGUF file of a model behind OpenAI's routes, or NAME=FOLDER; may be repeated."
+    ),
+    int8: bool = option("Weights of --model in 8-bit integers.", default=False),
+    int4: bool = option("Weights of --model in 4-bit integers.", default=False),
+    gpus: int | None = option(
+        "Split each language model over N GPUs; with --device cpu, processes.", min=1, metavar="N"
+    ),
+    fast: bool = option("Answers of --model may differ, in rounding, by what else is served.", default=False),
+    tls_certificate: str | None = option("PEM file of the certificate and its chain."),
+    tls_key: str | None = option("PEM file of the certificate's private key."),
+    log: str | None = option("json or text."),
+    engine: str = option("local, or ray: a replica for each GPU of a Ray cluster.", default="local"),
+    address: str | None = option("With --engine ray: the cluster, as HOST:PORT."),
+    replicas: int | None = option("With --engine ray. Default: a GPU or node each."),
 ) -> None:
     """Serve the library over HTTP.
 
@@ -125,8 +120,8 @@ def _named_folders(given: list[str]) -> dict[str, Path]:
 def create(
     name: Annotated[str, typer.Option(help="For people, such as the key's user.")],
     scope: Annotated[list[str], typer.Option(help="What it allows; may be repeated. admin allows everything.")],
-    rate: Annotated[float | None, typer.Option(help="Requests a second on average. Default: no limit.")] = None,
-    burst: Annotated[int | None, typer.Option(help="Requests at once. Default: those of two seconds.")] = None,
+    rate: float | None = option("Requests a second on average. Default: no limit."),
+    burst: int | None = option("Requests at once. Default: those of two seconds."),
     days: _Days = None,
     config: _Config = None,
     json_output: JsonOutput = False,
@@ -157,7 +152,7 @@ def revoke(id: Annotated[str, typer.Argument(help="Id of the key.")], config: _C
 
 def rotate(
     id: Annotated[str, typer.Argument(help="Id of the key.")],
-    grace_days: Annotated[float, typer.Option(min=0, max=36500, help="Days that the old secret stays valid.")] = 1.0,
+    grace_days: float = option("Days that the old secret stays valid.", min=0, max=36500, default=1.0),
     days: _Days = None,
     config: _Config = None,
     json_output: JsonOutput = False,
@@ -179,8 +174,8 @@ def _store(config: Path | None) -> KeyStore:
 
 
 def list_jobs(
-    state: Annotated[str | None, typer.Option(help=f"Only those of a state: {', '.join(_STATES)}.")] = None,
-    max_rows: Annotated[int, typer.Option(min=1, max=1000, help="Jobs at most.")] = 50,
+    state: str | None = option(f"Only those of a state: {', '.join(_STATES)}."),
+    max_rows: int = option("Jobs at most.", min=1, max=1000, default=50),
     url: _Url = None,
     key_file: _KeyFile = None,
     json_output: JsonOutput = False,

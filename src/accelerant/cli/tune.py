@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.bench import check_writable
-from accelerant.cli.help import examples
+from accelerant.cli.help import examples, option
 from accelerant.cli.terminal import ProgressLine, print_table
 from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.runtime.files import decode_json, escaped, plain, read_regular, write_atomic
@@ -38,32 +38,20 @@ accelerant tune --out nvidia-h200.json --serves 'NVIDIA H100'"""
 
 @examples(_EXAMPLES)
 def tune(
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="float32, bfloat16 or float16; may be repeated. Default: bfloat16 and float32."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    launches: Annotated[bool, typer.Option(help="Tune launch parameters, too: compiles every candidate.")] = True,
-    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the known results.")] = False,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Number of processes that compile the implementations first.")
-    ] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the known results to this file, in the format of the shipped tables, after each op. If the "
-            "time limit ends the run, other entries of the file are kept.",
-        ),
-    ] = None,
-    serves: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="Another device model that the table serves.")
-    ] = None,
-    max_seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Start no further call after this many seconds; results are kept.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    op: list[str] | None = option("Only this op; may be repeated."),
+    dtype: list[str] | None = option("float32, bfloat16 or float16; may be repeated. Default: bfloat16 and float32."),
+    device: str = option("auto, cuda or cpu.", default="auto"),
+    launches: bool = option("Tune launch parameters, too: compiles every candidate.", default=True),
+    listed: bool = option("Measure nothing; show the known results.", "--list", default=False),
+    workers: int = option("Number of processes that compile the implementations first.", min=1, default=1),
+    out: Path | None = option(
+        "Write the known results to this file, in the format of the shipped tables, after each op. If the "
+        "time limit ends the run, other entries of the file are kept.",
+        metavar="FILE",
+    ),
+    serves: list[str] | None = option("Another device model that the table serves.", metavar="MODEL"),
+    max_seconds: float | None = option("Start no further call after this many seconds; results are kept.", min=0.0),
+    json_output: bool = option("Print JSON.", "--json", default=False),
 ) -> None:
     """Race the implementations of the ops and tune their launches on this device; the results are kept on disk."""
     import torch
@@ -184,16 +172,12 @@ class ProfileRow:
 def profile(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for chrome://tracing or Perfetto.")
-    ] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a table at most.")] = 20,
-    ceilings: Annotated[
-        bool, typer.Option(help="Measure the device's own limits after the script, in a second.")
-    ] = True,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print JSON; the script's own output then goes to the error stream.")
-    ] = False,
+    trace: Path | None = option("Write a Chrome trace, for chrome://tracing or Perfetto.", metavar="FILE"),
+    max_rows: int = option("Rows of a table at most.", min=1, default=20),
+    ceilings: bool = option("Measure the device's own limits after the script, in a second.", default=True),
+    json_output: bool = option(
+        "Print JSON; the script's own output then goes to the error stream.", "--json", default=False
+    ),
 ) -> None:
     """Run a Python script and show the time of each kernel, its resources, and its share of the device's limits.
 

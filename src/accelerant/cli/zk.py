@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.app import InvalidProofError, write
-from accelerant.cli.help import Group
+from accelerant.cli.help import Group, option
 from accelerant.cli.terminal import console
 from accelerant.cli.zk_prove import (
     StageDisplay,
@@ -226,14 +226,11 @@ def prove(
     witness: _Witness,
     proof: _ProofOut = Path("proof.json"),
     public: _PublicOut = Path("public.json"),
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Verify the proof before it is written.")] = True,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="auto, cpu, cuda, cuda:1, opencl; devices of a repeated option share each sum. Default: auto, which "
-            "takes a GPU for large circuits, if there is one."
-        ),
-    ] = None,
+    verify: bool = option("Verify the proof before it is written.", default=True),
+    device: list[str] | None = option(
+        "auto, cpu, cuda, cuda:1, opencl; devices of a repeated option share each sum. Default: auto, which "
+        "takes a GPU for large circuits, if there is one."
+    ),
     json_output: _Json = False,
 ) -> None:
     """Prove: a key and a witness in, a proof that snarkjs accepts out.
@@ -246,16 +243,10 @@ def prove(
 def prove_many(
     zkey: _Zkey,
     witnesses: Annotated[list[Path], file_arg("WITNESS.WTNS...", "Witnesses, .wtns files with different names.")],
-    out: Annotated[
-        Path, typer.Option(help="Folder for NAME.proof.json and NAME.public.json; made if absent.")
-    ] = Path(),
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Prove on a Ray cluster: HOST:PORT, ray://HOST:PORT, or auto.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; by default one a GPU, or one a host without GPUs.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or opencl. auto takes GPUs, if there are any.")] = "auto",
+    out: Path = option("Folder for NAME.proof.json and NAME.public.json; made if absent.", default=Path()),
+    ray: str | None = option("Prove on a Ray cluster: HOST:PORT, ray://HOST:PORT, or auto.", metavar="ADDRESS"),
+    workers: int | None = option("Processes; by default one a GPU, or one a host without GPUs.", min=1),
+    device: str = option("auto, cpu, cuda or opencl. auto takes GPUs, if there are any.", default="auto"),
     json_output: _Json = False,
 ) -> None:
     """Prove many witnesses with one key, on all GPUs of this host or of a Ray cluster.
@@ -316,8 +307,8 @@ def calldata(public: _Public, proof: _Proof, json_output: _Json = False) -> None
 
 def verifier(
     key: _Key,
-    out: Annotated[Path, typer.Option(metavar="VERIFIER.SOL", help="Contract to write.")] = Path("verifier.sol"),
-    name: Annotated[str, typer.Option(help="Name of the contract.")] = "Groth16Verifier",
+    out: Path = option("Contract to write.", metavar="VERIFIER.SOL", default=Path("verifier.sol")),
+    name: str = option("Name of the contract.", default="Groth16Verifier"),
     json_output: _Json = False,
 ) -> None:
     """Write a Solidity contract that verifies proofs of a circuit, with the interface of snarkjs's verifier.
@@ -342,10 +333,9 @@ def verifier(
 def setup(
     r1cs: _R1cs,
     zkey: _ZkeyOut,
-    insecure: Annotated[
-        bool,
-        typer.Option("--insecure-known-tau", help="Confirm that the key is for tests: this run knows its secrets."),
-    ] = False,
+    insecure: bool = option(
+        "Confirm that the key is for tests: this run knows its secrets.", "--insecure-known-tau", default=False
+    ),
     json_output: _Json = False,
 ) -> None:
     """Make a proving key for tests and benchmarks, without a ceremony.
@@ -371,12 +361,9 @@ def setup(
 
 def inspect(
     file: Annotated[Path, file_arg("FILE", "A .zkey, .wtns, .r1cs or .ptau file.")],
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Also check that numbers are reduced and points on their curve and in the subgroup."
-        ),
-    ] = False,
+    check: bool = option(
+        "Also check that numbers are reduced and points on their curve and in the subgroup.", default=False
+    ),
     json_output: _Json = False,
 ) -> None:
     """Describe a file of circom or snarkjs: curve, sizes, public inputs, points at infinity, contributions.
