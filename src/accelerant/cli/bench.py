@@ -39,28 +39,6 @@ _SUITES = {
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
 _Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
-_Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="A .json file for the record; or a folder for record.json, record.csv, report.html, and rows.jsonl "
-        "as they are measured.",
-        rich_help_panel="Results",
-    ),
-]
-_Csv = Annotated[
-    Path | None,
-    typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.", rich_help_panel="Results"),
-]
-_Report = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.", rich_help_panel="Results")
-]
-_Compare = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="BASELINE", help="A record to compare with; exit 1 where this run is slower.", rich_help_panel="Results"
-    ),
-]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel="Results")]
 
 
@@ -163,11 +141,18 @@ class _RunOptions:
     device: _Device = "auto"
     max_seconds: float | None = option("Begin no case after so many seconds; --resume goes on later.", min=0.0)
     listed: bool = option("Measure nothing; show the cases.", "--list", default=False)
-    out: _Out = None
+    out: Path | None = option(
+        "A .json file for the record; or a folder for record.json, record.csv, report.html, and rows.jsonl as they are "
+        "measured.",
+        metavar="PATH",
+        panel="Results",
+    )
     resume: bool = option("Go on with the run whose folder --out names.", panel="Results", default=False)
-    csv: _Csv = None
-    report: _Report = None
-    compare: _Compare = None
+    csv: Path | None = option("Write the rows there as CSV too.", metavar="FILE", panel="Results")
+    report: Path | None = option("Write a page with plots there.", metavar="FILE", panel="Results")
+    compare: Path | None = option(
+        "A record to compare with; exit 1 where this run is slower.", metavar="BASELINE", panel="Results"
+    )
     json_output: _Json = False
 
     def run(self, suites: Sequence[Suite], name: str = "") -> None:
