@@ -7,7 +7,7 @@ gc.disable()  # until all is collected: what is imported and collected lives on,
 # ruff: noqa: E402
 import atexit
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
 import shutil
@@ -34,6 +34,16 @@ if _CACHE:
 # PoCL compiles without its optimizer, in a third to a tenth of the time; the soak has it.
 if "SOAK_MINUTES" not in os.environ:
     os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"
+
+# Hypothesis draws the same examples in every run but a soak, and how long that takes on a busy machine is no error.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "tests", deadline=None, derandomize="SOAK_MINUTES" not in os.environ, database=None,
+        suppress_health_check=[HealthCheck.too_slow], print_blob=True,
+    )  # fmt: skip
+    settings.load_profile("tests")
 
 # JAX would take three quarters of a GPU, which other tests and workers use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -212,7 +212,9 @@ def test_chunk_rows(M, V, limit, rows):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     M=st.integers(1, 20),
     K=st.integers(1, 9),

@@ -233,7 +233,9 @@ def store(tmp_path):
     store.close()
 
 
-@examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(jobs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=14))
 def test_keys_take_turns_and_priorities_order_a_keys_own_jobs(store, jobs):
     with store.engine.begin() as connection:
