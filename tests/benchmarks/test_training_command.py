@@ -1,7 +1,6 @@
 """`python -m benchmarks.training` on a CPU: its output and exit statuses."""
 
 import json
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from accelerant.runtime import registry
 from benchmarks import dp, gpt_steps, step_kernels
 from benchmarks.dp_steps import PrivateCase
 from benchmarks.training import TrainingSuite
+from clock import Clock
 
 
 def status(*arguments):
@@ -87,19 +87,20 @@ def test_a_folder_that_a_run_goes_on_from(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_cpu_column_is_extrapolated_from_two_lengths():
+def test_the_cpu_column_is_extrapolated_from_two_lengths(monkeypatch):
+    monkeypatch.setattr("accelerant.bench.timer.time", clock := Clock())
     config, lengths = GPTConfig(64, 512, 1, 2, 16), []
 
     def step_of(small):
         lengths.append(small.context)
-        return lambda tokens, targets: time.sleep(1e-3 * (10 + tokens.numel() / 10))
+        return lambda tokens, targets: clock.sleep(1e-3 * (10 + tokens.numel() / 10))
 
     ms, note = gpt_steps.cpu_step_ms(step_of, config, 4)
     assert lengths == [64, 256]
-    assert ms == pytest.approx(10 + 204.8, rel=0.2)
+    assert ms == pytest.approx(10 + 204.8, rel=1e-3)
     assert note.endswith("extrapolated from 64 and 256 tokens")
     with pytest.raises(AccelerantError, match="steps of 64 and 256 tokens took"):
-        gpt_steps.cpu_step_ms(lambda small: lambda x, y: time.sleep(1e-3 * (300 - small.context)), config, 4)
+        gpt_steps.cpu_step_ms(lambda small: lambda x, y: clock.sleep(1e-3 * (300 - small.context)), config, 4)
 
 
 @pytest.mark.slow

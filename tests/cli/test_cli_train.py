@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from train_workers import losses, small
+from train_workers import losses, small, until_signalled
 
 from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
@@ -272,7 +272,7 @@ def test_help_has_an_example_and_does_not_load_torch():
 def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_path, text, number):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 200, "--device", "cpu", "--out", out)
-    process = Command(*arguments, environment={"COLUMNS": "200"}, before=small)
+    process = Command(*arguments, environment={"COLUMNS": "200"}, before=until_signalled)
     deadline = time.monotonic() + 200  # a limit for a process that hangs, on a loaded machine too
     while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 3:
         assert process.poll() is None, process.communicate()[1]

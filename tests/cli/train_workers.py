@@ -21,6 +21,22 @@ def small():
     PRESETS["tiny"] = PRESETS["tiny"].replaced(layers=1, width=32, validation_tokens=1024, sample_tokens=8)
 
 
+def until_signalled():
+    """Make a small training that waits, once three steps are in its metrics, for the signal that is to end it."""
+    from accelerant.nn.train.history import MetricsFile
+
+    small()
+    append = MetricsFile.append
+
+    def wait(file, records):
+        append(file, records)
+        stop = getattr(signal.getsignal(signal.SIGINT), "__self__", True)  # a StopRequest, false before the signal
+        while len(file.records) >= 3 and not stop:
+            time.sleep(0.01)
+
+    MetricsFile.append = wait
+
+
 def losses(out):
     """The losses of a run's folder, step by step."""
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -32,13 +48,15 @@ def commands(lines, change=None, interrupt=None):
     port = free_port()
     queue = context.Queue()
     started = [
-        context.Process(target=_enter, args=(rank, len(lines), port, list(map(str, line)), change, queue))
+        context.Process(
+            target=_enter, args=(rank, len(lines), port, list(map(str, line)), change, interrupt is not None, queue)
+        )
         for rank, line in enumerate(lines)
     ]
     for each in started:
         each.start()
     try:
-        until = time.monotonic() + 100
+        until = time.monotonic() + 200
         while interrupt is not None and time.monotonic() < until:
             if interrupt.exists() and interrupt.stat().st_size:
                 for each in started:
@@ -53,7 +71,7 @@ def commands(lines, change=None, interrupt=None):
     return [found[rank] for rank in range(len(lines))]
 
 
-def _enter(rank, size, port, line, change, queue):
+def _enter(rank, size, port, line, change, interrupted, queue):
     from accelerant.cli import main
 
     os.environ.update(
@@ -62,7 +80,7 @@ def _enter(rank, size, port, line, change, queue):
         GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
     )  # fmt: skip
     torch.set_num_threads(1)
-    small()
+    (until_signalled if interrupted else small)()
     if change is not None and rank == 1:
         change()
     output, errors, status = io.StringIO(), io.StringIO(), None

@@ -282,8 +282,9 @@ def test_two_processes_share_the_work(compilers, monkeypatch):
     assert {entry.name for entry in KernelCache().entries()} == {source.name for source in SOURCES}
 
 
-def test_a_killed_child_leaves_libraries_running(compilers):
+def test_a_killed_child_leaves_libraries_running(compilers, monkeypatch):
     before = ledger().fallback_count()
+    monkeypatch.setattr(background, "_PROGRAM", "import time; time.sleep(600)")  # it would be done before it is killed
     ask(SOURCES[0])
     for child in compilers._children:
         os.kill(child.process.pid, signal.SIGKILL)

@@ -343,10 +343,11 @@ def test_what_was_written_survives_kill_9_at_any_moment(tmp_path, points):
     random, done = np.random.default_rng(5), points // 500
     if points:
         subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path), str(done)], check=True, stdout=subprocess.DEVNULL)
-    for _ in range(5):
-        command = [sys.executable, "-c", _WRITER, str(tmp_path), str(done + 1000)]
+    for written in range(5):
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), str(done + 100_000)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        process.stdout.readline()
+        for _ in range(1 + written):
+            process.stdout.readline()
         time.sleep(random.uniform(0, 0.25))
         process.send_signal(signal.SIGKILL)
         reported = max([done, *map(int, process.communicate()[0].split())])

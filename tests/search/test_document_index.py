@@ -146,7 +146,7 @@ import sys
 from accelerant.search import DocumentIndex
 with DocumentIndex(sys.argv[1], encoder=sys.argv[2], tokens=10) as index:
     print(flush=True)
-    index.add(sys.argv[3], lambda share: print(share, flush=True))
+    index.add(sys.argv[3], lambda share: print(share, flush=True) if share < float(sys.argv[4]) else sys.stdin.read())
 """
 
 
@@ -156,14 +156,14 @@ def test_an_indexing_that_is_killed_goes_on(tmp_path, encoder, library):
     for number in range(30):
         (library / f"more{number}.txt").write_text(f"w{number} " * 300 + f"w{number}")
     arguments = ["rag", "index", library, "--index", tmp_path / "index", "--encoder", encoder, "--tokens", 10]
-    for written, wait in ((0, 0.05), (2, 0.05)):
-        command_line = [sys.executable, "-c", _INDEXER, tmp_path / "index", encoder, library]
-        with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+    for written, most in ((0, "0.3"), (2, "0.9")):  # of the text, where it waits for its end
+        command_line = [sys.executable, "-c", _INDEXER, tmp_path / "index", encoder, library, most]
+        with subprocess.Popen(command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             for _ in range(1 + written):
                 assert process.stdout.readline()
-            time.sleep(wait)
+            time.sleep(0.05)
             process.send_signal(signal.SIGKILL)
-            assert "1.0\n" not in process.stdout.readlines(), "it had ended"
+            assert process.wait() == -signal.SIGKILL, "it had ended"
     status, output, errors = command(*arguments, "--json")
     assert status == 0, errors
     done = json.loads(output)

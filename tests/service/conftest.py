@@ -131,8 +131,8 @@ def server(tmp_path_factory, models):
     settings = tmp_path_factory.mktemp("settings") / "service.toml"
     settings.write_text(
         "body_bytes = 8_000_000\nbodies_bytes = 12_000_000\n"
-        "json_bytes = 200_000\nresult_bytes = 8_000_000\nheader_timeout_s = 1.0\n"
-        "body_timeout_s = 1.0\nheader_bytes = 16_384\n"
+        "json_bytes = 200_000\nresult_bytes = 8_000_000\nheader_timeout_s = 3.0\n"
+        "body_timeout_s = 3.0\nheader_bytes = 16_384\n"
         f'[models]\nmine = "{models / "mine"}"\n[collections]\npapers = "{models / "papers"}"\n'
     )
     running = Server(tmp_path_factory.mktemp("service"), "--device", "cpu", "--config", str(settings))

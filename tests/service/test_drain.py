@@ -91,7 +91,7 @@ async def test_a_drain_ends_at_its_limit_and_at_a_second_signal(serving, running
             await asyncio.sleep(0.1)
             server.handle_exit(signal.SIGINT, None)
         await task
-        assert time.monotonic() - begun < 15.0
+        assert time.monotonic() - begun < 60.0  # of the 600 s that each would take
         with pytest.raises(Draining):
             await call
     async with running(devices=("cpu",), state_url=settings.state_url) as after:

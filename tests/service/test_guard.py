@@ -73,12 +73,12 @@ def alive(http):
 def test_headers_that_do_not_end_close_the_connection(raw, http):
     raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
     assert raw.answer().startswith("HTTP/1.1 408")
-    assert raw.closed_after() < 8
+    assert raw.closed_after() < 25  # of the 30 s of one that was served
     assert alive(http)
 
 
 def test_a_silent_connection_is_closed(raw):
-    assert raw.closed_after() < 8
+    assert raw.closed_after() < 25  # of the 30 s of one that was served
 
 
 @pytest.mark.parametrize("at_once", [True, False])

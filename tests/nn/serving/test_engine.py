@@ -222,10 +222,7 @@ def test_a_thousand_disconnects_leave_nothing(model):
                 next(answer)
             del answer  # without close
         read(engine.submit([1], max_tokens=1))
-        for _ in range(1000):
-            now = engine.metrics()
-            if not now["running"] + now["waiting"]:
-                break
+        while (now := engine.metrics())["running"] + now["waiting"]:
             time.sleep(0.01)
         assert now["blocks_used"] == now["running"] == now["waiting"] == 0
 

@@ -281,7 +281,7 @@ def reachable(port):
         return each.connect_ex(("127.0.0.1", port)) == 0
 
 
-def await_(condition, flower, seconds=150):
+def await_(condition, flower, seconds=400):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, flower.log.read_text()[-6000:]

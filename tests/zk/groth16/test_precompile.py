@@ -30,21 +30,29 @@ def empty(tmp_path, monkeypatch):
         yield tmp_path
 
 
+AT_WORK = """
+import os, time
+print('a', flush=True)
+while not os.path.exists({!r}):
+    time.sleep(0.01)
+print('b', flush=True)
+"""
+
+
 def compiler_process(monkeypatch, program):
     monkeypatch.setattr(prover, "_PROGRAM", program)
     return prover._CompilerProcess("bn254", 8)
 
 
 @pytest.mark.slow
-def test_a_kernel_at_work_is_waited_for(monkeypatch):
+def test_a_kernel_at_work_is_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(KernelCache, "has", lambda *_: True)
-    process = compiler_process(
-        monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True)"
-    )
+    process = compiler_process(monkeypatch, AT_WORK.format(str(tmp_path / "done")))
     with process._changed:
-        assert process._changed.wait_for(lambda: process._at == "a", 20)
+        assert process._changed.wait_for(lambda: process._at == "a", 120)
     process.wait("another")
     assert process._at == "a"
+    threading.Timer(0.3, (tmp_path / "done").touch).start()
     process.wait("a")
     assert process._at != "a"
     process.wait("b")  # until the process has ended
@@ -61,13 +69,12 @@ def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
 
 
 @pytest.mark.slow
-def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
+def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty, tmp_path):
     """Where the cache cannot be written each kernel would be compiled twice, one time after the other."""
-    process = compiler_process(
-        monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True); time.sleep(60)"
-    )
+    process = compiler_process(monkeypatch, AT_WORK.format(str(tmp_path / "done")) + "time.sleep(600)")
     with process._changed:
-        assert process._changed.wait_for(lambda: process._at == "a", 20)
+        assert process._changed.wait_for(lambda: process._at == "a", 120)
+    threading.Timer(0.3, (tmp_path / "done").touch).start()
     process.wait("a")
     assert process._process.wait(120) == -signal.SIGKILL
     process.wait("b")
@@ -79,7 +86,7 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
         monkeypatch, "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
     )
     with process._changed:
-        assert process._changed.wait_for(lambda: process._at == "a", 20)
+        assert process._changed.wait_for(lambda: process._at == "a", 120)
     process.wait("a")
     assert process._process.wait(120) == -signal.SIGKILL
     assert process._at == ""

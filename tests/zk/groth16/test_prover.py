@@ -3,7 +3,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from accelerant.zk.formats.container import montgomery_points
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, keys, prove, verify, verify_many
 from accelerant.zk.groth16.keys import SECTIONS, HostKey, Stages
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from clock import Clock
 
 BN254 = Path(__file__).parents[2] / "vectors" / "formats" / "bn254"
 R = family_of("bn254").r
@@ -122,7 +122,10 @@ def test_a_stage_excludes_the_compilation_of_its_own_thread(monkeypatch):
     stages, provider = Stages(), registry.create("cpu")
     text = "define void @f(i64 %begin, i64 %end, ptr %x) { ret void }"
     source = KernelSource("f", {"llvm": text}, {"f": ("*u64",)})
-    monkeypatch.setattr(provider, "wait_for", lambda _: time.sleep(0.2), raising=False)
+    clock = Clock()
+    for module in ("zk.groth16.keys", "runtime.providers.cpu"):
+        monkeypatch.setattr(f"accelerant.{module}.time", clock)
+    monkeypatch.setattr(provider, "wait_for", lambda _: clock.sleep(0.2), raising=False)
     with stages("here"):
         provider.compile(source)
     with stages("there"), ThreadPoolExecutor(1) as threads:
