@@ -540,12 +540,16 @@ def test_a_scale_of_one_plus_weight_is_not_rounded(dtype):
     assert abs(ratio - 1) < {torch.float64: 1e-12, torch.float32: 1e-7, torch.bfloat16: 5e-4}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "width"), [("llama", 8), ("llama", 4), ("phi3", 8), ("phi3", 6), ("phi3", 5), ("phi3", 10)]
 )
-def test_rotary_tables_that_our_rope_does_not_take_go_to_the_model(kind, width, unsqueeze_dim):
-    """Ours are as wide as the heads, or for functions that leave the other features as they are, narrower and even."""
+def test_rotary_tables_that_our_rope_does_not_take_go_to_the_model(kind, width, unsqueeze_dim, dtype):
+    """Ours are as wide as the heads, or for functions that leave the other features as they are, narrower and even.
+
+    For float64 they are of no lower dtype.
+    """
     apply = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}").apply_rotary_pos_emb
     called = []
 
@@ -555,7 +559,7 @@ def test_rotary_tables_that_our_rope_does_not_take_go_to_the_model(kind, width, 
 
     ours = blocks.rotary(counted, partial=kind == "phi3")
     shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
-    q, k = torch.randn(shape), torch.randn(shape)
+    q, k = torch.randn(2, *shape, dtype=dtype)
     angles = torch.randn(2, 5, (width + 1) // 2).repeat(1, 1, 2)[..., :width]
     cos, sin = angles.cos(), angles.sin()
     if (kind, width) in (("llama", 4), ("phi3", 10)):
@@ -565,7 +569,7 @@ def test_rotary_tables_that_our_rope_does_not_take_go_to_the_model(kind, width, 
     found, wanted = (each(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim) for each in (ours, apply))
     for one, two in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, two, **TIGHT)
-    assert bool(called) == (width == 5)
+    assert bool(called) == (width == 5 or dtype is torch.float64)
 
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.GELU(), nn.GELU("tanh")])

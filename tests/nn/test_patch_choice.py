@@ -29,10 +29,11 @@ def _on_our_ops():  # of conftest: here it is measured
     pass
 
 
-@pytest.fixture
-def tried(monkeypatch):
-    """Losses of models of transformers are tried on a CPU, few logits or not."""
+@pytest.fixture(autouse=True)
+def _tried(monkeypatch):
+    """All calls are tried on a CPU, the shortest and those with few logits too."""
     monkeypatch.setattr(choice, "FEWEST_LOGITS", 0)
+    monkeypatch.setattr(choice, "BRIEF_S", 0.0)
 
 
 class Clock:
@@ -102,7 +103,7 @@ def test_the_faster_side_is_chosen_and_said(clock, train, before, ours, wins, sa
     run(net, train=train)
     run(net, 3, train=train)
     assert clock.sides[STEPS:] == [wins] * 3
-    assert clock.sides[:9] == [True, False, False, True, True, False, False, True, True]  # in turns
+    assert clock.sides[:9] == [False, False, True, True, True, False, False, True, True]  # in turns
     mode = "training" if train else "training mode without gradients"
     assert report.choices == {f"{mode}, float32, up to 32 elements (cpu)": said}
     assert f"up to 32 elements (cpu): {said}" in str(report)
@@ -116,6 +117,19 @@ def test_a_clear_difference_is_decided_sooner(clock):
     acl.nn.patch(net)
     run(net)
     assert clock.sides[2 * (1 + min(choice.CLEAR)) :] == [False] * (STEPS - 2 * (1 + min(choice.CLEAR)))
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(("most_s", "tried"), [(8.1, False), (7.9, True)])
+def test_on_a_cpu_the_shortest_calls_run_as_it_was(clock, monkeypatch, train, most_s, tried):
+    monkeypatch.setattr(choice, "BRIEF_S", most_s)
+    clock.ours = 0.5
+    net = Normed(clock)
+    report = acl.nn.patch(net)
+    run(net, train=train)
+    assert any(clock.sides) is tried
+    said = ["on our ops, 100% faster here" if tried else "as it was, too short for a trial"]
+    assert [*report.choices.values()] == said
 
 
 def test_shapes_of_another_class_are_measured_again(clock):
@@ -377,11 +391,11 @@ def begun(steps):
     return net
 
 
-@pytest.mark.parametrize("steps", [1, 2])  # ends on our ops, and as it was
+@pytest.mark.parametrize("steps", [3, 2])  # ends on our ops, and as it was
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_copies_in_the_middle_of_a_trial(steps, copied):
     net = begun(steps)
-    assert is_ours(net) is (steps == 1)
+    assert is_ours(net) is (steps == 3)
     other = copied(net)
     assert is_ours(other)
     run(other)
@@ -414,7 +428,7 @@ def test_a_copy_and_unpatch_of_a_model_of_transformers_as_it_was(family):
         assert_same(outcome(each, inputs), wanted)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])  # before a switch, on our ops, and as it was
+@pytest.mark.parametrize("steps", [0, 3, 2])  # before a switch, on our ops, and as it was
 def test_a_forward_that_was_replaced_since_stays(steps):
     net = begun(steps)
     mine = net.norm.forward = lambda x: 2 * x * net.norm.weight
@@ -437,7 +451,6 @@ def test_a_forward_that_was_wrapped_since_stays():
     "vit",
     *[pytest.param(each, marks=pytest.mark.slow) for each in ("t5", "whisper", "gemma3", "phi3")],
 ])  # fmt: skip
-@pytest.mark.usefixtures("tried")
 def test_losses_before_during_and_after_a_trial_are_the_models(family):
     model = make(family)
     other = copy.deepcopy(model)
@@ -503,7 +516,7 @@ def test_while_kernels_are_compiled_a_model_runs_as_it_was_and_is_not_measured(k
     report = acl.nn.patch(kernels.net)
     clock.ours = 0.5
     run(kernels.net, 30, train)
-    assert kernels.sides == [True] + [False] * 29, "the first call asks for the kernels"
+    assert kernels.sides == [False] * 2 + [True] + [False] * 27, "the first call on our ops asks for the kernels"
     assert not report.choices
     kernels.ready, kernels.lacking = True, False
     kernels.sides.clear()

@@ -134,6 +134,15 @@ def test_experts_compute_in_the_dtype_of_autocast(name, monkeypatch):
     assert_same(found, wanted, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Qwen2AudioForConditionalGeneration"])
+def test_packed_sequences_where_the_mask_is_made_before_the_cache_and_after(name):
+    model, inputs = made(name, dict(CASES)[name])
+    inputs["position_ids"] = torch.cat((torch.arange(4), torch.arange(9))).expand(2, -1)
+    wanted = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), wanted, rtol=2e-5, atol=4e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"layerdrop": 0.1}, {"mask_time_prob": 0.5, "mask_time_length": 2}])
 def test_layers_left_out_and_masks_at_random_are_drawn_on_the_host(settings):

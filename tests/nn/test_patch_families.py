@@ -255,11 +255,13 @@ def test_compiles_whole(family, layers):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")  # graph=True without a GPU
 @pytest.mark.parametrize("options", [{"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(5.0)}])
+@pytest.mark.parametrize("graph", [None, True])
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "modernbert"])
-def test_losses_take_what_transformers_passes(family, options):
+def test_losses_take_what_transformers_passes(family, graph, options):
     model, inputs = make(family), batch(family) | options
-    patch_and_compare(model, inputs)
+    patch_and_compare(model, inputs, graph=graph)
 
 
 @pytest.mark.slow

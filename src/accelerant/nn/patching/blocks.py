@@ -188,13 +188,18 @@ def rotary(apply: Any, *, partial: bool) -> Forward:
         if (
             leaves(q, composed=True) or args or kwargs or not fits
             or unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3
-            or k.shape[-1] != D or k.dtype is not q.dtype or cos.dtype not in (q.dtype, torch.float32)
+            or k.shape[-1] != D or k.dtype is not q.dtype or not _is_table_of(q, cos)
         ):  # fmt: skip
             return apply(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
         tables = _half_tables(cos, sin)
         return tuple(_rotate(x, tables, width, heads_last=unsqueeze_dim == 2) for x in (q, k))
 
     return rotated
+
+
+def _is_table_of(x: Tensor, cos: Tensor) -> bool:
+    """Return whether our rope takes a table's dtype: that of x, or float32 for lower ones."""
+    return cos.dtype is x.dtype or (cos.dtype is torch.float32 and x.dtype is not torch.float64)
 
 
 def _rotate(x: Tensor, tables: tuple[Tensor, Tensor], width: int, *, heads_last: bool) -> Tensor:
@@ -522,7 +527,7 @@ def _fused_decoder_layer(
         return None
     cos, sin = arguments["position_embeddings"]
     D = attention.head_dim
-    if cos.dim() != 3 or cos.shape[-1] != D or cos.dtype not in (x.dtype, torch.float32) or cos.requires_grad:
+    if cos.dim() != 3 or cos.shape[-1] != D or not _is_table_of(x, cos) or cos.requires_grad:
         return None
     eps = norms[0].variance_epsilon
     if any(norm.variance_epsilon != eps for norm in head_norms):

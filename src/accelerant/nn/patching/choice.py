@@ -42,10 +42,16 @@ TIE, CPU_TIE = 1.02, 1.05
 A CPU's times vary more: after trials that found T5 3% faster on our ops, it was 2% slower.
 """
 
-FEWEST_LOGITS = 2**21
+FEWEST_LOGITS = 3 * 2**19
 """Logits of a call below which a model of transformers on a CPU runs as it was from its first call.
 
 Its loss alone may be on our ops there, which is no faster for fewer, and a trial of it takes longer than it could gain.
+"""
+
+BRIEF_S = 0.1
+"""Seconds of a call on a CPU, a whole step where it has gradients, below which a model of torch.nn's runs as it was.
+
+A trial of such calls, in which our ops are imported, takes longer than later calls could gain.
 """
 
 WARM_UP = "eager: before the capture"  # an outcome that the report counts
@@ -73,6 +79,7 @@ class _Trial:
 
     def __init__(self, key: Any, settled: bool, body: bool) -> None:
         self.key = key  # training, with gradients, device, dtype, bits of the first tensor's elements and of all, names
+        self.on_host = key[2].type == "cpu" != capture.DEVICE
         self.ours: bool | None = None  # the decision
         self.settled = settled  # whether a call on our ops runs as all later ones will, after captures of CUDA graphs
         self.rare = False  # whether few calls run from graphs, as where lengths vary and cannot be padded
@@ -88,8 +95,13 @@ class _Trial:
         self.kept_bytes = 0  # the most that a call on our ops kept for its backward pass on a GPU
 
     def side(self, current: bool) -> bool:
-        """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared."""
+        """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared.
+
+        On a CPU the first calls run as it was, until the time of one is known.
+        """
         before, ours = self.calls
+        if self.on_host and not self.laps[0]:
+            return False
         if not ours or not (self.settled or ours > EAGER_CALLS):
             return True
         return current if before == ours else ours < before
@@ -125,6 +137,11 @@ class _Trial:
             self._lost, self._lost_since = 0, replays
         self._lost += 1
         return bool(self.ours and self.replays) and self._lost > MOST_EAGER
+
+    def is_brief(self) -> bool:
+        """Return whether calls are too short for a trial, by the first lap as it was."""
+        laps = self.laps[0] if self.on_host and self.body and not self.calls[1] else []
+        return any(end - start < BRIEF_S for start, end, _ in laps)
 
     def reopen(self) -> None:
         """Let the next calls decide again."""
@@ -445,6 +462,9 @@ class Choice:
 
     def _decide(self, trial: _Trial, model: Any, record: PatchRecord) -> None:
         """Choose a side if its gain is known."""
+        if trial.is_brief():
+            self._settle(trial, False, record, "too short for a trial")
+            return
         gain = trial.gain()
         if gain is None:
             return

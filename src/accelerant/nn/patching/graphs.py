@@ -276,7 +276,8 @@ class Graphs:
                 if self._off:
                     raise Reason(self._off)
                 if isinstance(kwargs.get("num_items_in_batch"), int) and hasattr(model, "loss_function"):
-                    count = torch.full((), kwargs["num_items_in_batch"], device=capture.DEVICE)  # another in each call
+                    device = next(model.parameters()).device
+                    count = torch.full((), kwargs["num_items_in_batch"], device=device)  # another in each call
                     kwargs = kwargs | {"num_items_in_batch": count}
                 values = [*args, *kwargs.values()]
                 if not self._automatic:

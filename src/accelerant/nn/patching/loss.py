@@ -134,14 +134,16 @@ def _needs_no_cache(model: Any, kwargs: dict[str, Any], prefix: str) -> bool:
     """Return whether a step without a cache computes the same as with one; `prefix` is of the decoder's arguments.
 
     Without one, as with gradient checkpointing, transformers looks for packed sequences in position_ids if there is no
-    mask (`_packing` prevents that, but for torch.compile), and assumes that a mask is as long as the keys.
+    mask (`_packing` prevents that, but for torch.compile), and assumes that a mask is as long as the keys. Models with
+    a text model inside may make its mask before its cache, and look for them in any case.
     """
     if any(kwargs.get(name) is not None for name in _CACHES):
         return False
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is None:
         positions = kwargs.get(f"{prefix}position_ids")
-        return positions is None or not (torch.compiler.is_compiling() or model.is_gradient_checkpointing)
+        looks = torch.compiler.is_compiling() or model.is_gradient_checkpointing
+        return positions is None or not (looks or model.config.get_text_config() is not model.config)
     found = (kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}inputs_embeds"), kwargs.get("labels"))
     tokens = next((x for x in found[: 3 if prefix else 2] if x is not None), None)  # labels become a decoder's tokens
     return isinstance(mask, Tensor) and isinstance(tokens, Tensor) and mask.shape[-1] == tokens.shape[1]
