@@ -12,6 +12,7 @@ from train_workers import losses, small, until_signalled
 
 from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
+from accelerant.nn.train.config import PRESETS
 from accelerant.runtime.host import usable_cores
 from processes import Command
 from requirements import require_backend
@@ -381,8 +382,9 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["opencl", "webgpu"])
-def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device):
+def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device, monkeypatch):
     require_backend(device)
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(sample_tokens=2))
     arguments = ("train", "--data", text, "--batch-size", 2, "--steps", 2, "--json")
     assert accelerant(*arguments, "--device", device, "--out", "device")[0] == 0
     assert accelerant(*arguments, "--device", "cpu", "--out", "host")[0] == 0

@@ -1,9 +1,7 @@
 """`accelerant profile`: the tables, the trace, the script's exit status."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -11,6 +9,7 @@ import pytest
 
 import commands
 from accelerant.cli import tune as profile_module
+from processes import Command
 
 SCRIPT = """
 import sys, torch, accelerant as acl
@@ -115,13 +114,14 @@ def test_kernels_have_their_resources_and_the_ledgers_bytes(tmp_path):
 
 @pytest.mark.slow
 def test_the_table_follows_ctrl_c(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import time\nprint('runs', flush=True)\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "accelerant", "profile", "--no-ceilings", str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "runs\n"
+    script, runs = tmp_path / "script.py", tmp_path / "runs"
+    script.write_text(f"import pathlib, time\npathlib.Path({str(runs)!r}).touch()\ntime.sleep(60)\n")
+    process = Command("profile", "--no-ceilings", script)
+    while not runs.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
     time.sleep(0.1)
-    os.kill(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert output.endswith(" s in all\n")
