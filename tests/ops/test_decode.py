@@ -10,7 +10,7 @@ from accelerant.ops.decode import steps as launch
 from accelerant.ops.decode.steps import DecodeTile, append, decode_linear, linear
 from accelerant.ops.linear_int8.op import TO_PLANES
 from accelerant.ops.rope import rope_tables
-from accelerant.runtime.dispatch import Case
+from accelerant.runtime.dispatch import Case, force
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -247,6 +247,24 @@ def test_append_to_blocks_is_append_at_slots(turned, way):
     for found, old, dense in zip(blocks, before, (k, v), strict=True):
         old.view(12, 2, 6)[slots[:2]] = dense[torch.arange(2), :, positions[:2]]
         assert torch.equal(found, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("D", [2, 40, 64])
+def test_append_on_a_cpu_has_the_bits_of_torch(D, dtype):
+    """Vectors and what is left of them; positions beyond the tables, NaN and infinity in values, many threads."""
+    for tokens in (1, 5, 2000):
+        qkv, _, tables = cached(B=tokens, T=9, D=D, dtype=dtype)
+        qkv[0, -1], qkv[0, -2] = torch.nan, torch.inf
+        slots, positions = torch.randperm(4 * tokens)[:tokens], torch.randint(0, 12, (tokens,))
+        slots[1::3] = -1
+        found = []
+        for way in ("llvm", "torch"):
+            blocks = [torch.zeros(tokens, 4, 2, D, dtype=dtype) for _ in range(2)]
+            with force(decode_rope=way):
+                found.append((append(qkv, positions, *blocks, *tables, slots), *blocks))
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 
 def test_append_refuses():

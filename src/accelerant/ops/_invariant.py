@@ -30,7 +30,8 @@ _TILE_ROWS = 16
 
 @functools.lru_cache(4096)
 def _record(op: str, implementation: str, device: torch.device, case: tuple[object, ...]) -> OpRecord:
-    text = " ".join(str(each).removeprefix("torch.") for each in case)
+    sizes = ("x".join(map(str, each)) if isinstance(each, torch.Size) else str(each) for each in case)
+    text = " ".join(each.removeprefix("torch.") for each in sizes)
     key = (op, implementation, device.type, str(device), f"{text}, any rows")
     return ledger().record(OpRecord(*key, implementation != "torch", reason="its rows do not change one another"))
 
@@ -82,14 +83,14 @@ def linear(
     """
     with torch.no_grad():
         if not _on_cpu(x) and not _refuses_triton(x):
-            _count("linear_invariant", "triton", x, "x".join(map(str, weight.shape)), weight.dtype)
+            _count("linear_invariant", "triton", x, weight.shape, weight.dtype)
             return _by_triton(x, weight, bias, scale, zero, norm, eps, residual, gated)
         h = rms_norm(x, norm, eps)
         if weight.dtype == torch.uint8 and scale is not None:
             y = ops.linear_int4(h, weight, scale, zero, bias)
         else:
             name = "llvm" if _on_cpu(x) else "torch"
-            _count("linear_invariant", name, x, "x".join(map(str, weight.shape)), weight.dtype)
+            _count("linear_invariant", name, x, weight.shape, weight.dtype)
             if scale is not None and (not _on_cpu(x) or x.dtype == torch.float64):
                 wide = torch.promote_types(x.dtype, torch.float32)
                 weight, scale = (weight * scale[:, None].to(wide)).to(x.dtype), None
@@ -124,7 +125,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x
     N = x.shape[-1]
-    if _on_cpu(x) or _refuses_triton(x):
+    if _on_cpu(x):
+        _count("rms_norm_fwd", "torch", x, N)
+        return torch.rms_norm(x, (N,), weight, eps)
+    if _refuses_triton(x):
         return ops.rms_norm(x, weight, eps=eps)
     _count("rms_norm_fwd", "triton", x, N)
     plan = None if N > norm.WIDE_FORWARD else norm.forward_plan(N, centre=False)

@@ -359,8 +359,8 @@ class Sampling:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the first maximum of each row; in two stages, since a row alone would occupy few multiprocessors."""
-    if logits.shape[-1] % _ARGMAX_BLOCK:
+    """Return the first maximum of each row; on a GPU in two stages: a row alone would occupy few multiprocessors."""
+    if logits.shape[-1] % _ARGMAX_BLOCK or logits.is_cpu:
         return logits.argmax(dim=-1)
     blocks: Tensor = logits.unflatten(-1, (-1, _ARGMAX_BLOCK))
     largest, indices = blocks.max(dim=-1)

@@ -426,7 +426,8 @@ class Llama(LanguageModel):
         Returns:
             the final normalized features, (T, width).
         """
-        s = self.embed(ids).to(self.activation_dtype())
+        s = self.embed(ids)
+        s = s.to(compute_dtype(s))
         cos, sin = self._rope_tables(s)
         window, invariant = self.config.window, batch.invariant
         for block, k_blocks, v_blocks in zip(self.blocks, cache.k, cache.v, strict=True):

@@ -33,10 +33,8 @@ class Drawn:
 
     def __init__(self, ids: Tensor, logprobs: Tensor | None = None, top: tuple[Tensor, Tensor] | None = None) -> None:
         self.on_device = ids
-        none = ids[:0]
-        results = (ids, none if logprobs is None else logprobs, *((none, none) if top is None else top))
-        self._host = [each.to("cpu", non_blocking=True) for each in results]
-        self._wants = logprobs is not None, top is not None
+        results = (ids, logprobs, *(top or (None, None)))
+        self._host = [None if each is None else each.to("cpu", non_blocking=True) for each in results]
         self._copied = torch.cuda.Event() if ids.is_cuda else None
         if self._copied is not None:
             self._copied.record()
@@ -44,7 +42,8 @@ class Drawn:
     def _read(self, at: int) -> list[Any]:
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host[at].tolist()
+        result = self._host[at]
+        return [] if result is None else result.tolist()
 
     @functools.cached_property
     def ids(self) -> list[int]:
@@ -54,14 +53,14 @@ class Drawn:
     @functools.cached_property
     def logprobs(self) -> list[float] | None:
         """Those of the tokens under the model, at temperature 1 and without penalties; None if no row wants them."""
-        return self._read(1) if self._wants[0] else None
+        return None if self._host[1] is None else self._read(1)
 
     @functools.cached_property
     def top(self) -> Tops | None:
         """For each row the most likely tokens with their log-probabilities, the first ones first."""
-        if not self._wants[0]:
+        if self._host[1] is None:
             return None
-        if not self._wants[1]:
+        if self._host[2] is None:
             return [[] for _ in self.ids]
         return [list(zip(*each, strict=True)) for each in zip(self._read(2), self._read(3), strict=True)]
 
@@ -93,16 +92,16 @@ def draw_tokens(
     groups: dict[int | None, list[int]] = {}
     for row, rules in enumerate(samplings):
         groups.setdefault(_width(rules, logits.shape[-1]), []).append(row)
-    ids = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
-    for width, members in groups.items():
-        if len(groups) == 1:
-            ids = _choose(logits, samplings, uniforms, width)
-            break
-        rows = _index(members, logits)
-        ids[rows] = _choose(
-            logits[rows], [samplings[row] for row in members], [uniforms[row] for row in members], width
-        )
-    greedy = set(groups) == {None} and not penalized
+    if len(groups) == 1:
+        ids = _choose(logits, samplings, uniforms, next(iter(groups)))
+    else:
+        ids = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
+        for width, members in groups.items():
+            rows = _index(members, logits)
+            ids[rows] = _choose(
+                logits[rows], [samplings[row] for row in members], [uniforms[row] for row in members], width
+            )
+    greedy = [*groups] == [None] and not penalized
     peaks = raw.gather(-1, ids[:, None])[:, 0] if greedy else raw.amax(-1)  # NaN is the largest of its row
     ids = torch.where(peaks - peaks == 0, ids, -1)
     if top is None:

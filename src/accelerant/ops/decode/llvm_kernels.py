@@ -1,4 +1,4 @@
-"""attention_paged on the CPU as LLVM IR: each token and head by itself, so that no other changes its bits.
+"""attention_paged and the rotation before it on the CPU as LLVM IR: each token and head by itself, in the same bits.
 
     s[j] = scale q . k[j], or softcap tanh(that / softcap)      o = sum_j exp(s[j]) v[j] / sum_j exp(s[j])
 
@@ -275,3 +275,71 @@ class _PagedWriter:
 
     def _fma(self, x: Value, y: Value, z: Value) -> Value:
         return self.code.intrinsic(self.vector, f"llvm.fmuladd.{suffix(self.vector)}", x, y, z)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeKernel(IndexKernel):
+    """A Builder of decode_rope_<real>(begin, end, pointers, sizes): steps.append to a cache in blocks.
+
+    An index is a token and one of its heads: of queries, which are rotated to q, of keys, rotated to the cache, or of
+    values, copied there. Sizes: query heads, key heads, rows of the tables, D. Each product and sum is rounded.
+    """
+
+    real: str
+    lanes: int
+    written_out, least_share, sources = True, 64, "ops/decode/llvm_kernels.py"
+
+    @property
+    def entry(self) -> str:
+        return f"decode_rope_{self.real}"
+
+    def parameters(self) -> list[str]:
+        read = [f"ptr noalias readonly %{name}" for name in ("qkv", "cos", "sin", "positions", "slots")]
+        written = [f"ptr noalias %{name}" for name in ("q", "k", "v")]
+        return [*read, *written, *(f"i64 %{name}" for name in ("heads", "kv_heads", "T", "D"))]
+
+    def write(self, code: FunctionBuilder) -> None:
+        half = code.i64("sdiv", "%D", 2)
+        each = code.i64("add", "%heads", code.i64("mul", "%kv_heads", 2))
+        with code.loop("%begin", "%end") as index:
+            token, head = code.i64("sdiv", index, each), code.i64("srem", index, each)
+            x = code.at(self.real, "%qkv", code.i64("mul", index, "%D"))
+            position = code.smin(code.load("i64", "%positions", token), code.i64("sub", "%T", 1))
+            angles = code.i64("mul", code.select(code.compare("slt", position, 0), 0, position), half)
+            with code.when(code.compare("slt", head, "%heads")):
+                line = code.i64("add", code.i64("mul", token, "%heads"), head)
+                self._rotate(code, x, code.at(self.real, "%q", code.i64("mul", line, "%D")), angles, half)
+            slot, of_cache = code.load("i64", "%slots", token), code.i64("sub", head, "%heads")
+            is_written = code.op("and", code.compare("sge", slot, 0), code.compare("sge", of_cache, 0))
+            with code.when(is_written):
+                line = code.i64("add", code.i64("mul", slot, "%kv_heads"), code.i64("srem", of_cache, "%kv_heads"))
+                at = code.i64("mul", line, "%D")
+                for is_key in code.branches(code.compare("slt", of_cache, "%kv_heads")):
+                    if is_key:
+                        self._rotate(code, x, code.at(self.real, "%k", at), angles, half)
+                    else:
+                        y = code.at(self.real, "%v", at)
+                        for j, kind in self._vectors(code, "%D"):
+                            code.store(kind, self._at(code, kind, x, j), code.at(self.real, y, j), align=4)
+
+    def _rotate(self, code: FunctionBuilder, x: Value, y: Value, angles: Value, half: Value) -> None:
+        """Append the rotation of a head x to y."""
+        for j, kind in self._vectors(code, half):
+            upper, angle = code.i64("add", j, half), code.i64("add", angles, j)
+            x1, x2 = (self._at(code, kind, x, at) for at in (j, upper))
+            cos, sin = (self._at(code, kind, table, angle) for table in ("%cos", "%sin"))
+            y1 = code.op("fsub", code.op("fmul", x1, cos), code.op("fmul", x2, sin))
+            y2 = code.op("fadd", code.op("fmul", x2, cos), code.op("fmul", x1, sin))
+            for value, at in ((y1, j), (y2, upper)):
+                code.store(kind, value, code.at(self.real, y, at), align=4)
+
+    def _at(self, code: FunctionBuilder, kind: str, pointer: Operand, index: Value) -> Value:
+        return code.load(kind, code.at(self.real, pointer, index), align=4)
+
+    def _vectors(self, code: FunctionBuilder, count: Operand) -> Iterator[tuple[Value, str]]:
+        """Append loops over `count` numbers; yields the first one, and the type, of each vector or number."""
+        full = code.i64("sub", count, code.i64("srem", count, self.lanes))
+        with code.loop(0, full, self.lanes) as j:
+            yield j, vector(self.real, self.lanes)
+        with code.loop(full, count) as j:
+            yield j, self.real

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,18 +54,20 @@ def _compiled(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
     return provider, provider.compile(kernel.source())
 
 
-def _tiles(tokens: int, lengths: Tensor, starts: Tensor | None) -> Tensor:
+def _tiles(tokens: int, lengths: np.ndarray, starts: Tensor | None) -> Tensor:
     """Return row, first token, number of tokens and first position of each tile; lengths are at most the table's."""
     if starts is None:
-        row = torch.arange(tokens, device="cpu")
-        return torch.stack((row, row, torch.ones_like(row), lengths - 1), 1)
+        found = np.ones((tokens, 4), dtype=np.int64)
+        found[:, 0] = found[:, 1] = np.arange(tokens)
+        found[:, 3] = lengths - 1
+        return torch.from_numpy(found)
     bounds, ends = starts.tolist(), lengths.tolist()
-    found = [
+    tiles = [
         (row, at, min(_TOKENS, end - at), length - end + at)
         for row, (begin, end, length) in enumerate(zip(bounds, bounds[1:], ends, strict=False))
         for at in range(begin, end, _TOKENS)
     ]
-    return torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 4)
+    return torch.tensor(tiles, dtype=torch.int64, device="cpu").view(-1, 4)
 
 
 def launch_llvm(
@@ -77,9 +80,9 @@ def launch_llvm(
     o = torch.zeros(q.shape, dtype=wide, device="cpu")
     if not o.numel() or not N or not columns:
         return o.to(q.dtype)
-    tiles = _tiles(T, lengths.long().clamp_(max=columns * size), starts)
+    tiles = _tiles(T, np.minimum(lengths.numpy(), columns * size), starts)
     sums = torch.zeros(T, Hq, 2, dtype=wide, device="cpu")
-    sums[..., 0] = -math.inf
+    sums[..., 0].fill_(-math.inf)
     provider, kernel = _compiled(q.dtype)
     if k_blocks.stride() != v_blocks.stride() or k_blocks.stride(3) != 1:
         k_blocks, v_blocks = k_blocks.contiguous(), v_blocks.contiguous()

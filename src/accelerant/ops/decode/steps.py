@@ -15,15 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant import ops
+from accelerant.config import launch_log
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops import _rows
 from accelerant.ops._hopper import starts_early
-from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
+from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.ops._library import FLOATING, name_of, refuses_triton_kernel
+from accelerant.ops.decode.llvm_kernels import RopeKernel
 from accelerant.ops.linear_int8.op import to_planes
+from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.race import Tuned
+from accelerant.runtime.provider import ComputeProvider
 
 # --- launches --------------------------------------------------------------------------------------------------------
 
@@ -184,6 +189,35 @@ def launch_rope(
     return q
 
 
+_SHARE_NUMBERS = 2**17  # of qkv, which repay a further thread
+
+
+@functools.cache
+def _compiled_rope(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
+    provider = registry.create("cpu")
+    return provider, provider.compile(RopeKernel(_rows.KINDS[dtype], 8 if dtype == torch.float32 else 4).source())
+
+
+def launch_rope_llvm(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Do the same on a CPU, for a cache in blocks."""
+    if slots.dtype != torch.int64 or {k_cache.dtype, v_cache.dtype} != {qkv.dtype}:
+        return _torch_rope(qkv, cos, sin, positions, slots, k_cache, v_cache)  # which names it
+    T, kv_heads, D = _cache_sizes(k_cache, cos, slots)
+    B, heads = qkv.shape[0], qkv.shape[1] // D - 2 * kv_heads
+    q = torch.empty(B, heads, 1, D, dtype=qkv.dtype, device="cpu")
+    cos, sin = cos.to(qkv.dtype).contiguous(), sin.to(qkv.dtype).contiguous()
+    tensors = qkv.contiguous(), cos, sin, positions.long().contiguous(), slots.contiguous(), q, k_cache, v_cache
+    provider, kernel = _compiled_rope(qkv.dtype)
+    total, sizes = B * (heads + 2 * kv_heads), (heads, kv_heads, T, D)
+    if launch_log.enabled or total * D >= 2 * _SHARE_NUMBERS:
+        provider.launch(kernel, (total,), (1,), (*tensors, *sizes))
+    else:
+        kernel.handle(0, total, *(x.data_ptr() for x in tensors), *sizes)
+    return q
+
+
 def _cache_sizes(k_cache: Tensor, cos: Tensor | None, slots: Tensor | None) -> tuple[int, int, int]:
     """Return the positions that there are, the heads of keys, and the width of a head."""
     if slots is None:
@@ -207,6 +241,14 @@ def _refuses_words(case: Case) -> str | None:
 
 def _refuses_rope(case: Case) -> str | None:
     return "takes heads of even width" if case.shape[-1] % 2 else refuses_triton_kernel(case)
+
+
+def _refuses_rope_llvm(case: Case) -> str | None:
+    if case.device.type != "cpu" or case.dtype not in (torch.float32, torch.float64):
+        return f"is for float32 and float64 on a CPU, not {name_of(case.dtype)} on {case.device.type}"
+    if case.options != ("turned", "paged"):
+        return "takes a rotation, and a cache in blocks"
+    return None if case.shape[0] and case.shape[3] else "takes at least one token and one row of angles"
 
 
 def _torch_linear(
@@ -273,8 +315,14 @@ decode_linear: Callable[..., Tensor] = Operation(
     ),
     cost=_linear_cost,
 )
-decode_rope: Callable[..., Tensor] = triton_operation(
-    "decode_rope", launch_rope, _torch_rope, cost=_rope_cost, refuses=_refuses_rope, mutates=True
+decode_rope: Callable[..., Tensor] = Operation(
+    "decode_rope",
+    (
+        Implementation("triton", launch_rope, refuses=_refuses_rope, own=True, mutates=True),
+        Implementation("llvm", launch_rope_llvm, refuses=_refuses_rope_llvm, own=True, mutates=True),
+        Implementation("torch", _torch_rope, mutates=True),
+    ),
+    cost=_rope_cost,
 )
 
 
