@@ -403,7 +403,6 @@ def build_report(
     run, corpus, count = config["run"], config["corpus"], summary["parameters"]
     settings = {**run["recipe"], "seed": run["seed"], "deterministic": "yes" if run["deterministic"] else "no"}
     numbers = ("calls", "ms, median", "total ms", "%", "bytes", "flops")
-    fallbacks = "; ".join(map(_pairs, ledger.get("fallbacks", ())))
     return render(
         "nn/train/report.html",
         title=f"Training report: {summary['preset']}",
@@ -416,11 +415,10 @@ def build_report(
         calls=list(map(_ledger_table, sections(ledger))) if ledger.get("ops") else (),
         head=("op", "implementation", "device", "case", *numbers, "not chosen"),
         numbers=numbers,
-        fallbacks=f"Fallbacks: {fallbacks}" if fallbacks else "No fallbacks.",
+        fallbacks=ledger.get("fallbacks"),
         sample=sample,
         settings=[(name.replace("_", " "), value) for name, value in settings.items()],
         data=[(name.replace("_", " "), _shown(value)) for name, value in corpus.items() if value != []],
-        versions=", ".join(f"{name} {version}" for name, version in config["versions"].items()),
     )
 
 
@@ -498,12 +496,6 @@ def _ledger_cells(row: Mapping[str, Any]) -> _Cells:
 
 def _shown(value: object) -> str:
     return "; ".join(value) if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _pairs(entry: object) -> str:
-    if isinstance(entry, Mapping):
-        return ", ".join(f"{name} {value}" for name, value in entry.items())
-    return str(entry)
 
 
 _FORMAT = "accelerant-train-1"
