@@ -167,6 +167,30 @@ def test_old_lists_answer_while_new_ones_are_built(tmp_path, monkeypatch):
         assert made.search(x[[17, 2017]], 1).ids == [[17], [2017]]
 
 
+@pytest.mark.parametrize("kind", ["ivf", "ivfpq"])
+def test_lists_keep_their_centroids_while_these_fit(tmp_path, kind):
+    x, queries = clustered(4000), clustered(40, 5)
+    with Collection(tmp_path, dim=DIM, kind=kind) as made:
+        seen = []
+        for first in range(0, 4000, 500):
+            made.upsert(range(first, first + 500), x[first : first + 500])
+            for thread in filter(None, [made._builder]):
+                thread.join()
+            made.delete(range(first, first + 20))
+            if (lists := made._mirror.lists) is not None:
+                assert not lists.outdated(made._mirror.alive)
+                assert sorted(lists.index.ids) == np.flatnonzero(lists.inside).tolist()
+                seen.append(lists.index._state.lists)
+            truth = made.search(queries, 10, filter={"must_not": [{"has_id": []}]})
+            assert made.search(queries, 10, nprobe=10**6).ids == truth.ids
+        assert [len({id(each) for each in seen[:n]}) for n in range(1, 7)] == [1, 1, 1, 2, 2, 2]
+        made.build()
+        again = made._mirror.lists.index._state.lists
+        made.upsert(range(4000, 4700), vectors(700, 11))  # in no clusters
+        made._builder.join()
+        assert len({id(each) for each in (seen[-1], again, made._mirror.lists.index._state.lists)}) == 3
+
+
 _LEFT_OPEN = """
 import sys
 import numpy as np

@@ -25,7 +25,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.registry import DeviceLike, find_device
 from accelerant.search.exact import checked_k, exact
 from accelerant.search.index import KINDS, Index
-from accelerant.search.lists import NONE, best, keys_of
+from accelerant.search.lists import NONE, best, keys_of, nearest
 from accelerant.search.payload_filter import Evaluator, Mask, Table
 from accelerant.search.qdrant import ClientStore, EdgeStore, PointId, Store, Vectors, point_id
 
@@ -60,6 +60,10 @@ class Matches:
 LEAST = 1024
 """Points from which on lists are built; fewer are searched as fast without."""
 
+_SAMPLE = 1 << 11
+_DRIFT = 1.2
+"""Rows that are compared, and how much farther from the centroids newer ones may lie before lists are trained again."""
+
 
 def require_kind(kind: str | None) -> None:
     """Raise ConfigError for what is no kind of a collection."""
@@ -73,17 +77,40 @@ class Lists:
 
     Attributes:
         inside: (rows,) bool, the rows that it has; later rows are in none of its lists.
+        trained: rows of the mirror from which the centroids were placed.
     """
 
     index: Index
     inside: Mask
+    trained: int = 0
 
     @classmethod
-    def built(cls, kind: str, metric: str, vectors: Tensor, alive: Mask) -> Lists:
-        """Return an index of the rows that are alive."""
-        index, rows = Index(vectors.shape[1], metric, kind, device=vectors.device), np.flatnonzero(alive)
+    def built(cls, kind: str, metric: str, vectors: Tensor, alive: Mask, before: Lists | None = None) -> Lists:
+        """Return an index of the rows that are alive, with the centroids of one before where these still fit."""
+        index = Index(vectors.shape[1], metric, kind, device=vectors.device)
+        rows, trained = np.flatnonzero(alive), len(alive)
+        if before is not None and before._fits(vectors, alive):
+            inside, trained = before._inside(len(alive)), before.trained
+            index._state = before.index._state
+            index.remove(np.flatnonzero(inside & ~alive))
+            rows = np.flatnonzero(alive & ~inside)
         index.add(vectors[torch.from_numpy(rows).to(vectors.device)], rows)
-        return cls(index, alive)
+        index._state = index._sorted(index._state, fully=True)
+        return cls(index, alive, trained)
+
+    def _fits(self, vectors: Tensor, alive: Mask) -> bool:
+        """Return whether half of the rows are of those that the centroids are of, and newer ones are about as near."""
+        lists, spherical = self.index._state.lists, self.index.metric != "l2"
+        old, new = (np.flatnonzero(some) for some in (alive[: self.trained], alive[self.trained :]))
+        if lists is None or len(old) < max(len(new), 1):
+            return False
+
+        def distance(rows: npt.NDArray[Any]) -> float:
+            x = vectors[torch.from_numpy(rows[:: len(rows) // _SAMPLE + 1]).to(vectors.device)]
+            x = torch.nn.functional.normalize(x, dim=1) if spherical else x
+            return float((x - lists.centroids[nearest(x, lists.centroids, spherical=spherical)]).square().sum(1).mean())
+
+        return not len(new) or distance(new + self.trained) <= _DRIFT * distance(old)
 
     def outdated(self, alive: Mask) -> bool:
         """Return whether more than an eighth of the rows came or went since."""
@@ -238,7 +265,8 @@ class Collection:
 
     With kind "ivf" or "ivfpq" a search without a filter reads the `nprobe` nearest lists of an `Index`, which takes
     memory of its own. It is built in a thread once there are 1,024 points, and again when an eighth of them changed;
-    the one before answers meanwhile, and points in no list are compared one by one. `close` saves it in the folder.
+    its centroids stay while half of the points are those that they were placed from, and newer ones lie about as near.
+    The one before answers meanwhile, and points in no list are compared one by one. `close` saves it in the folder.
 
     Args:
         location: a folder, which Qdrant Edge opens in this process; the URL of a server; or a QdrantClient.
@@ -301,13 +329,16 @@ class Collection:
         return kind
 
     def build(self) -> None:
-        """Build the lists now; the old ones answer meanwhile. Kind "flat" has none."""
+        """Build the lists now, with new centroids; the old ones answer meanwhile. Kind "flat" has none."""
+        self._build(anew=True)
+
+    def _build(self, *, anew: bool = False) -> None:
         with self._lock:
             mirror = self._mirror
-            vectors, alive = mirror.vectors, mirror.alive
+            vectors, alive, before = mirror.vectors, mirror.alive, None if anew else mirror.lists
         if self.kind == "flat" or int(alive.sum()) < LEAST:
             return
-        lists = Lists.built(self.kind, self._list_metric, vectors, alive)
+        lists = Lists.built(self.kind, self._list_metric, vectors, alive, before)
         with self._lock:
             mirror.lists = lists
 
@@ -317,7 +348,7 @@ class Collection:
         if self.kind == "flat" or mirror.size - mirror.dead < LEAST or (builder is not None and builder.is_alive()):
             return
         if mirror.lists is None or mirror.lists.outdated(mirror.alive):
-            self._builder = threading.Thread(target=self.build, name="accelerant-lists")  # an exit waits for it
+            self._builder = threading.Thread(target=self._build, name="accelerant-lists")  # an exit waits for it
             self._builder.start()
 
     def _save_lists(self) -> None:
