@@ -430,7 +430,7 @@ with Collection(sys.argv[1], dim=256) as collection:
 with Collection(sys.argv[1]) as collection:
     print(written, len(collection))
 """
-_SMALL_DISK = 'mount -t tmpfs -o size=160m none "$1" && exec "$2" -c "$3" "$1"'
+_SMALL_DISK = 'mount -t tmpfs -o size=128m none "$1" && exec "$2" -c "$3" "$1"'
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the small disk is a tmpfs in a namespace of its own")
