@@ -156,6 +156,63 @@ def test_states_of_recurrent_layers(kind):
     check(Twice(), [torch.randn(4, 5, 3)], loss_of)
 
 
+class Clusters(nn.Module):
+    """The smallest cluster's layer has no outputs, and the next no inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.AdaptiveLogSoftmaxWithLoss(6, 5, [2, 3])
+
+    def forward(self, x):
+        return self.head.log_prob(x.sin())
+
+
+def test_layers_without_outputs_or_inputs():
+    check(Clusters(), [torch.randn(4, 6)], loss_of)
+
+
+class Steps(nn.Module):
+    """Calls a cell for each position, the first time without a state."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        states = [self.cell(x[:, 0])]
+        for t in range(1, x.shape[1]):
+            states.append(self.cell(x[:, t], states[-1]))
+        return torch.stack([torch.cat(each, 1) for each in states], 1)
+
+
+@modes
+@pytest.mark.parametrize("bias", [True, False])
+def test_cells_of_lstm_layers(bias, norms):
+    model, x = Steps(nn.LSTMCell(3, 4, bias=bias)), torch.randn(4, 5, 3)
+    expected = model(x)
+    check(model, [x], loss_of, norms=norms, dtype=torch.float32)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.LayerNorm((4, 3)), lambda: our.LayerNorm((4, 3)), lambda: nn.RMSNorm((4, 3))]
+)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_norms_over_several_dimensions_add_up_over_passes(layer, clipping):
+    model, x = random_parameters(Chain(layer())), torch.randn(6, 4, 3)
+    sums = []
+    for parts in ([6], [2, 4]):
+        clipper = PerExampleClipper(model, max_grad_norm=0.5, clipping=clipping)
+        for part in x.split(parts):
+            loss_of(model, part).backward()
+        sums.append([parameter.grad for parameter in model.parameters()])
+        clipper.detach()
+        model.zero_grad()
+    for one, two in zip(*sums, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 class Attends(nn.Module):
     def __init__(self, **options):
         super().__init__()

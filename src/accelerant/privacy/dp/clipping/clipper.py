@@ -628,6 +628,8 @@ class PerExampleClipper:
         self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
         known = None if squares is None else squares[:, None]
+        if each.shape[1:] != parameter.shape:  # of a norm over several dimensions: columns
+            each = each.reshape(each.shape[0], *parameter.shape)
         self.contribute(parameter, Dense(each, known, factor), each.shape[0])
 
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
         require_first_visit(ctx)
         rows, low = ctx.saved_tensors
         (weight, bias), sink = ctx.parameters, ctx.sink
-        dy = dy.reshape(-1, dy.shape[-1])
+        dy = dy.flatten(0, -2)
         if rows is not None:
             factors = (rows, dy) if ctx.transposed else (dy, rows)
             sink.linear(weight, None, *factors, ctx.examples)
@@ -786,6 +786,21 @@ class _RecurrentRule(LayerRule):
 
         y, *final = run_layers(run, x, module.num_layers, module.dropout, module.training, module.bidirectional)
         return y, tuple(final) if lstm else final[0]
+
+
+@register
+class _LSTMCellRule(LayerRule):
+    layers = (nn.LSTMCell,)
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        module, (x, examples) = self.module, self.examples_first(input)
+        zeros = x.new_zeros(examples, module.hidden_size)
+        h, c = (zeros, zeros) if hx is None else (self.examples_first(each)[0] for each in hx)
+        gates = linear(x, module.weight_ih, module.bias_ih, self.sink, examples)
+        gates = gates + linear(h, module.weight_hh, module.bias_hh, self.sink, examples)
+        i, f, g, o = gates.chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
