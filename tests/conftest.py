@@ -45,6 +45,9 @@ if importlib.util.find_spec("hypothesis"):
     )  # fmt: skip
     settings.load_profile("tests")
 
+# A node of Ray gives up after 30 s otherwise, in which a busy machine may not start it.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
+
 # JAX would take three quarters of a GPU, which other tests and workers use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
