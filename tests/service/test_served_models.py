@@ -445,10 +445,11 @@ def test_a_client_that_leaves_before_the_first_part_of_a_stream_ends_its_request
 
 
 def test_a_queue_that_is_full_refuses_and_says_when_to_come_back(served):
-    answers = []
+    answers, at_once = [], threading.Barrier(12)
 
     def ask():
         with served.client() as http:
+            at_once.wait(60)
             answers.append(http.post("/v1/completions", json=HELLO | {"prompt": [5] * 1500, "max_tokens": 150}))
 
     threads = [threading.Thread(target=ask) for _ in range(12)]
@@ -524,7 +525,7 @@ def test_the_page_streams_an_answer_and_shows_what_is_wrong(served, client, tmp_
             ).groups(),
         )
         assert count == 40
-        assert abs(count / rate - seconds) < 0.006
+        assert count / (seconds + 0.006) - 0.06 < rate < count / (seconds - 0.006) + 0.06  # both are rounded
         assert first / 1000 < seconds + 0.006
         for width, scheme in ((1100, "light"), (390, "dark")):
             page.look(width, 900, scheme)
@@ -544,7 +545,7 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
     store = KeyStore(tmp_path / "keys.json")
     tokens = [store.create(name, [scope])[1] for name, scope in (("one", "generate"), ("two", "monitor"))]
     settings = tmp_path / "service.toml"
-    settings.write_text("drain_s = 1.5\n")
+    settings.write_text("drain_s = 3.0\n")
     given = ["--device", "cpu", "--config", str(settings), "--model", f"other={folders / 'tiny'}", "--int8"]
     second = Server(tmp_path, *given)
     make = lambda key: openai.OpenAI(base_url=f"{second.url}/v1", api_key=key, max_retries=0, timeout=120)  # noqa: E731
