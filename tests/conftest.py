@@ -45,8 +45,9 @@ if importlib.util.find_spec("hypothesis"):
     )  # fmt: skip
     settings.load_profile("tests")
 
-# A node of Ray gives up after 30 s otherwise, in which a busy machine may not start it.
+# Of Ray's, a node that has not started in 30 s is given up, and workers have a thirtieth of a busy machine's time.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # JAX would take three quarters of a GPU, which other tests and workers use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

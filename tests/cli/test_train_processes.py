@@ -368,7 +368,7 @@ class Launched:
     def end(self):
         """Return status, output and errors."""
         try:
-            output, errors = self.process.communicate(timeout=150)
+            output, errors = self.process.communicate(timeout=400)
         finally:
             self.process.kill()
         return self.process.returncode, output, errors

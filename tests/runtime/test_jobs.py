@@ -185,7 +185,7 @@ def test_a_node_of_ray_that_is_killed(cluster, tmp_path):
         first = {path: path.stat().st_mtime_ns for path in out.glob("*.proof.json")}
     assert running.poll() is None, "it ended before the node was killed"
     ray_cluster.remove_node(node, allow_graceful=False)
-    facts = json.loads(running.communicate(timeout=100)[0])
+    facts = json.loads(running.communicate(timeout=400)[0])
     assert running.returncode == 0
     assert sorted(one["witness"] for one in facts["proved"]) == sorted(map(str, witnesses))
     assert facts["failed"] == facts["present"] == []

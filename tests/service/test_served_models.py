@@ -568,7 +568,7 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
         assert [chunk.choices[0].finish_reason for chunk in short][-1] == "length"
         with pytest.raises(openai.APIError, match="server stopped"):
             list(long)
-    assert second.process.wait(timeout=60) == 0  # without a second signal, which would end it at once
+    assert second.process.wait(timeout=300) == 0  # without a second signal, which would end it at once
 
 
 def listening(pid):
