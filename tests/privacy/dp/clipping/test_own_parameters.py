@@ -361,6 +361,23 @@ def test_other_refusals():
         PerExampleClipper(nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True)), max_grad_norm=1.0)
 
 
+@pytest.mark.parametrize("rows", [3, 4, 5])
+def test_distances_of_as_many_positions_as_examples_are_shared(rows):
+    """As those of T5: an Embedding of (T, T), for as many examples."""
+
+    class Relative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.last = nn.Embedding(9, 2), nn.Linear(3, 4)
+
+        def forward(self, x):
+            places = torch.arange(x.shape[1])
+            bias = self.table(places[None] - places[:, None] + 4).permute(2, 0, 1)[None]
+            return self.last(((x @ x.mT)[:, None] + bias).softmax(-1) @ x[:, None])
+
+    check(Relative(), [torch.randn(rows, 4, 3)], loss_of)
+
+
 def test_a_layer_may_be_dropped_at_random_for_all_examples():
     def forward(m, x):
         drawn = [torch.rand([]), torch.rand(()), torch.randn([])]

@@ -183,7 +183,7 @@ class _EmbeddingRule(LayerRule):
             "share, or tokens. Give positions as (1, T), or a token for each example as (B, 1)"
         )
         if self.sink.runs_by_example:
-            unclear = vector and alike and count > 1 and not self.sink.is_input(tokens)
+            unclear = count > 1 and alike and (vector or _are_distances(tokens)) and not self.sink.is_input(tokens)
             if unclear or not (vector or alike or tokens.shape[0] == 1):
                 raise NotForEachExample(message, once=unclear)
             if vector and not alike:
@@ -201,6 +201,13 @@ def _are_positions(tokens: Tensor) -> bool:
     """Return whether a vector of tokens is 0, 1, 2, ...: one for each position, not one for each example."""
     count = torch.arange(tokens.shape[0], device=tokens.device)
     return bool(tokens.shape[0]) and bool((tokens - tokens[0] == count).all())
+
+
+def _are_distances(tokens: Tensor) -> bool:
+    """Return whether tokens (T, T) are of positions' distances: the same along each diagonal, and not all one."""
+    if tokens.dim() != 2 or tokens.shape[0] != tokens.shape[1]:
+        return False
+    return bool((tokens[1:, 1:] == tokens[:-1, :-1]).all()) and bool((tokens != tokens[0, 0]).any())
 
 
 class SharedRows(Tensor):
