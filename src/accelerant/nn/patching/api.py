@@ -85,9 +85,8 @@ def patch(
 
     Each kind of call (training or evaluation, dtype, size) runs on our ops or as the model was, whichever is faster in
     its first calls, up to 18 without CUDA graphs; the report says which. On a CPU a model of transformers has only its
-    loss on our ops, where that is large and faster, and calls of other models that take less than 0.1 s run as the
-    model was. Nothing is measured, and all runs on our ops, with graph=True and with the settings `deterministic` and
-    `race = "off"`.
+    loss on our ops, where that is large and faster, and other models only calls of 0.1 s or more. Nothing is measured,
+    and all runs on our ops, with graph=True and with the settings `deterministic` and `race = "off"`.
 
     On a GPU a torch.optim.Adam or AdamW of patched parameters alone takes torch's fused kernels, unless it was given
     `foreach`, `fused`, `capturable` or `differentiable`. Outputs and gradients equal the unpatched model's within the
