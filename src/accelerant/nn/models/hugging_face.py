@@ -77,11 +77,14 @@ class Layout:
     represents: Callable[[Any], bool] = lambda config: True
 
     def config(self, fields: Fields) -> Any:
-        """Return the config that the fields of config.json describe; raise FormatError or UnsupportedCase."""
+        """Return the config that config.json describes; FormatError, UnsupportedCase or ConfigError if none does."""
         for name, supported in self.required.items():
             fields.require(name, *supported)
         values = {ours: fields.read(name, type(default), default) for ours, (name, default) in self.fields.items()}
-        return self.from_fields(fields, values)
+        try:
+            return self.from_fields(fields, values)
+        except ConfigError as error:
+            raise ConfigError(f"{fields.origin}: {error}") from None
 
 
 _KINDS = {int: "an integer", float: "a finite number", bool: "true or false"}
