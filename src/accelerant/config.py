@@ -50,7 +50,8 @@ from typing import Any, Literal, get_args
 from accelerant.errors import ConfigError, MissingFile
 
 __all__ = [
-    "DTYPE_NAMES", "FallbackPolicy", "Settings", "When", "carried", "override", "policy_named", "settings", "similar",
+    "DTYPE_NAMES", "FallbackPolicy", "Settings", "When", "carried", "flag_of", "override", "policy_named", "settings",
+    "similar",
 ]  # fmt: skip
 
 DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}

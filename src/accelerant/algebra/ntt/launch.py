@@ -282,7 +282,8 @@ class DeviceNttPlan(NttPlan):
         self._shifts = inverse and field.name == "goldilocks"
         self._pointers = [tuple(map(space.pointer, each)) for each in self._tables]
         self._starts: dict[tuple[int, int, int], Callable[..., None]] = {}
-        space.provider.synchronize(space.index)  # launches on other streams read the tables, too
+        self._provider = space.provider  # whose backend may be unregistered before the plan is dropped
+        self._provider.synchronize(space.index)  # launches on other streams read the tables, too
 
     def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: DeviceVerdict) -> None:
         """Launch one pass; launches of the same arguments are prepared once."""
@@ -317,7 +318,7 @@ class DeviceNttPlan(NttPlan):
     def retire(self) -> None:
         """See NttPlan; launches may be on any stream. The CPU's have ended when they return."""
         super().retire()
-        self._space.provider.synchronize(self._space.index)
+        self._provider.synchronize(self._space.index)
 
 
 Words = npt.NDArray[Any]

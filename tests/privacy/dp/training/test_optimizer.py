@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import pickle
 import warnings
 
@@ -771,4 +772,6 @@ def test_a_model_that_is_wrapped_after_make_private_is_refused(tmp_path):
             with pytest.raises(UnsupportedCase, match="DataParallel adds gradients up"):
                 replica(x)
     finally:
+        wrapped = None  # one that outlives its group may wait for the group's threads for ever
+        gc.collect()
         torch.distributed.destroy_process_group()

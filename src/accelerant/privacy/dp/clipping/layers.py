@@ -204,10 +204,12 @@ def _are_positions(tokens: Tensor) -> bool:
 
 
 def _are_distances(tokens: Tensor) -> bool:
-    """Return whether tokens (T, T) are of positions' distances: the same along each diagonal, and not all one."""
-    if tokens.dim() != 2 or tokens.shape[0] != tokens.shape[1]:
+    """Return whether tokens (T, T) are of distances, as T5's: alike on diagonals, and neighbours for 0 and 1."""
+    if tokens.dim() != 2 or tokens.shape[0] != tokens.shape[1] or len(tokens) < 2:
         return False
-    return bool((tokens[1:, 1:] == tokens[:-1, :-1]).all()) and bool((tokens != tokens[0, 0]).any())
+    steps = tokens[:, 0].diff()
+    ordered = bool((steps[0].abs() == 1) & (steps * steps[0] >= 0).all())
+    return ordered and bool((tokens[1:, 1:] == tokens[:-1, :-1]).all())
 
 
 class SharedRows(Tensor):
