@@ -619,11 +619,9 @@ class LocalGaussian:
         if not bool(wide.isfinite().all()):
             raise ConfigError("vectors must be of finite numbers")
         largest = wide.abs().amax(1, keepdim=True).clamp(min=sys.float_info.min)  # squares may leave float64's range
-        norms, bound = (
-            (wide / largest).norm(dim=1, keepdim=True),
-            self.max_norm * (1 - (self.dimensions + 8) * 2.0**-52),
-        )
-        clipped: Tensor = wide * (bound / norms / largest).clamp(max=1.0)
+        unit, bound = wide / largest, self.max_norm * (1 - (self.dimensions + 8) * 2.0**-52)
+        norms = unit.norm(dim=1, keepdim=True)
+        clipped = torch.where(norms * largest <= bound, wide, unit * (bound / norms))
         return _add_noise_(clipped, self._noisy, self._plan, ledger)
 
     def mean(self, reports: Numbers) -> Tensor:

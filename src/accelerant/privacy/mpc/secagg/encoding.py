@@ -225,10 +225,9 @@ def scaled_down(x: Tensor, max_norm: float) -> Tensor:
     largest = float(x.abs().max()) if x.numel() else 0.0
     if not largest:
         return x
-    margin = 1 - (x.numel() + 8) * 2.0**-52
-    return x * min(
-        1.0, max_norm * margin / float((x / largest).norm()) / largest
-    )  # squares would leave float64's range
+    unit, bound = x / largest, max_norm * (1 - (x.numel() + 8) * 2.0**-52)
+    norm = float(unit.norm())  # that of x may leave float64's range
+    return x if norm * largest <= bound else unit * (bound / norm)
 
 
 def wrapped(x: Tensor) -> Tensor:
