@@ -307,12 +307,13 @@ def test_an_update_is_scaled_below_the_norm_exactly():
     assert torch.equal(scaled_down(x, 1e4), x)
 
 
+@pytest.mark.parametrize("max_norm", [1.0, 1e-15, 1e-140])
 @pytest.mark.parametrize("size", [1e150, 1e155, 1e300, 1.7e308, 1e-170])
-def test_norms_whose_squares_leave_float64(size):
-    x = size * torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
-    found = scaled_down(x, min(size, 1.0))
+def test_norms_whose_squares_leave_float64(size, max_norm):
+    x, max_norm = size * torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64), min(size, max_norm)
+    found = scaled_down(x, max_norm)
     assert torch.equal(found, found[0] * torch.tensor([1.0, -1.0, 0.5]).double())
-    assert 0.9 < math.sqrt(sum(Fraction(float(each)) ** 2 for each in found) / Fraction(min(size, 1.0)) ** 2) <= 1
+    assert 0.9 < math.sqrt(sum(Fraction(float(each)) ** 2 for each in found) / Fraction(max_norm) ** 2) <= 1
     assert torch.equal(scaled_down(0 * x, size), 0 * x)
 
 
