@@ -9,7 +9,7 @@ uniform, greedy, ends of text ignored. The engines are `accelerant serve` over H
 without HTTP ("engine"), transformers' continuous batching ("continuous"), transformers' generate in batches of all
 users padded to the left ("generate"), and `vllm serve` ("vllm", where it is installed), each in a process of its own.
 
-Prints what loses to a peer first, then a table; --out writes it as JSON.
+Prints a table, what loses to a peer first; --out writes it as a record of benchmarks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerant.bench.record import OURS, BenchmarkRecord, Environment, Row
+from accelerant.runtime import registry
 from accelerant.runtime.monitoring.monitor import sample
 
 ENGINES = ("accelerant", "engine", "continuous", "generate", "vllm")
@@ -276,7 +278,7 @@ def summary(requests: list[Request], memory_bytes: int) -> dict[str, float]:
         "tokens_s": sum(one.counted for one in requests) / (ended - begun),
         "first_ms_p50": _quantile(first, 0.5), "first_ms_p99": _quantile(first, 0.99),
         "between_ms_p50": _quantile(between, 0.5), "between_ms_p99": _quantile(between, 0.99),
-        "memory_mb": memory_bytes / 1e6,
+        "memory_bytes": memory_bytes,
     }  # fmt: skip
 
 
@@ -356,19 +358,21 @@ def _requests(folder: Path, users: int) -> list[Request]:
     return requests_for(users, fields["vocab_size"], min(2048, fields["max_position_embeddings"]))
 
 
-def losses(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the cells in which a peer is better, in words, the worst first."""
-    found = []
-    for row in rows:
-        peers = [one for one in rows if one["users"] == row["users"] and one["engine"] not in ("accelerant", "engine")]
-        for peer in peers if row["engine"] == "accelerant" else ():
-            for name in ("tokens_s", "first_ms_p99", "between_ms_p99", "memory_mb"):
-                ours, theirs = row[name], peer[name]
-                ratio = theirs / ours if name == "tokens_s" else ours / max(theirs, 1e-9)
-                if ratio > 1:
-                    text = f"{row['users']} users, {name}: {ours:,.1f}, {peer['engine']} {theirs:,.1f}"
-                    found.append((ratio, f"{ratio:.2f}x worse: {text}"))
-    return [text for _, text in sorted(found, reverse=True)]
+def rows_of(model: str, users: int, engine: str, figures: dict[str, float]) -> list[Row]:
+    """Return a record's rows of a cell."""
+    ours = {"accelerant": "over HTTP", "engine": "engine"}
+
+    def row(what: str, unit: str, value: float, note: str = "") -> Row:
+        case = f"{users} user{'s' * (users != 1)}, {what}"
+        runner = OURS if engine in ours else engine
+        return Row("serve", model, case, runner, ours.get(engine, engine), unit, value, value, value, note=note)
+
+    return [
+        row("a token", "us", 1e6 / figures["tokens_s"], f"{figures['tokens_s']:,.1f} tokens/s"),
+        row("first token p99", "ms", figures["first_ms_p99"], f"p50 {figures['first_ms_p50']:,.1f} ms"),
+        row("between tokens p99", "ms", figures["between_ms_p99"], f"p50 {figures['between_ms_p50']:,.1f} ms"),
+        row("memory", "MiB", figures["memory_bytes"] / 2**20),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -391,23 +395,23 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(summary(requests, _peak_bytes(os.getpid(), given.device))))
         return
     chosen = given.against or [name for name in ENGINES if name != "vllm" or importlib.util.find_spec("vllm")]
-    rows: list[dict[str, Any]] = []
+    record = BenchmarkRecord(Environment.of(registry.find_device(given.device, torch_tensors=True)))
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         folder = given.model or write_folder(work / "model", given.shape)
+        model = folder.name if given.model else given.shape
         for users in given.users or [1, 16, 64, 256]:
             for name in dict.fromkeys(["accelerant", *chosen]):
                 try:
-                    rows.append({"engine": name, "users": users, **_measured(name, given, folder, users, work)})
+                    figures = _measured(name, given, folder, users, work)
                 except (RuntimeError, OSError, subprocess.SubprocessError) as error:
                     print(f"{name}, {users} users: failed: {error}", file=sys.stderr)
-    print("\n".join(losses(rows)) or "no peer is better in any cell")
-    titles = list(rows[0]) if rows else []
-    print("  ".join(f"{title:>14}" for title in titles))
-    for row in rows:
-        print("  ".join(f"{value:>14}" if isinstance(value, str) else f"{value:>14,.1f}" for value in row.values()))
+                else:
+                    record.rows += rows_of(model, users, name, figures)
+    record.conclude()
+    print(record.table())
     if given.out:
-        given.out.write_text(json.dumps({"device": given.device, "rows": rows}, indent=1))
+        record.save(given.out)
 
 
 if __name__ == "__main__":

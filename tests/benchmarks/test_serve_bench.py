@@ -1,10 +1,10 @@
 """The benchmark of served models: the same requests for all engines, its figures, and what loses."""
 
-import json
 import subprocess
 
 import pytest
 
+from accelerant.bench.record import BenchmarkRecord, Environment
 from benchmarks import serve
 
 
@@ -21,22 +21,23 @@ def test_figures_come_from_the_times():
     found = serve.summary(requests, 5_000_000)
     assert found["tokens_s"] == pytest.approx(6 / 1.4)
     assert (found["first_ms_p50"], found["between_ms_p99"]) == (pytest.approx(100), pytest.approx(250))
-    assert found["memory_mb"] == 5
+    assert found["memory_bytes"] == 5_000_000
     requests[0].counted = 2
     with pytest.raises(RuntimeError, match="2 tokens instead of 3"):
         serve.summary(requests, 0)
 
 
-def test_losses_come_first_and_the_worst_of_them():
-    cell = {"users": 4, "first_ms_p99": 10.0, "between_ms_p99": 5.0, "memory_mb": 100.0}
-    rows = [
-        {"engine": "accelerant", "tokens_s": 100.0, **cell},
-        {"engine": "engine", "tokens_s": 1e6, **cell},
-        {"engine": "generate", "tokens_s": 150.0, **cell, "first_ms_p99": 1.0},
-    ]
-    found = serve.losses(rows)
-    assert [text.split(" users, ")[1].split(":")[0] for text in found] == ["first_ms_p99", "tokens_s"]
-    assert found[0].startswith("10.00x worse")
+def test_rows_of_a_record_put_losses_first():
+    cell = {"tokens_s": 100.0, "first_ms_p50": 1.0, "first_ms_p99": 10.0, "between_ms_p50": 1.0, "between_ms_p99": 5.0}
+    cell |= {"memory_bytes": 2**27}
+    record = BenchmarkRecord(Environment("cpu", *[""] * 6, {}, ""))
+    record.rows += serve.rows_of("tiny", 4, "accelerant", cell)
+    record.rows += serve.rows_of("tiny", 4, "generate", {**cell, "tokens_s": 150.0, "first_ms_p99": 1.0})
+    record.conclude()
+    cases = list(dict.fromkeys(row.case.split(", ")[1] for row in record.ordered()))
+    assert cases == ["first token p99", "a token", "between tokens p99", "memory"]
+    assert [row.speedup for row in record.ordered() if row.ours] == [pytest.approx(x) for x in (0.1, 2 / 3, 1, 1)]
+    assert (record.rows[0].p50, record.rows[0].unit, record.rows[3].p50) == (1e4, "us", 128)
 
 
 @pytest.mark.slow
@@ -53,7 +54,7 @@ def test_every_engine_answers(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(serve.subprocess, "run", here)
     out = tmp_path / "serve.json"
     serve.main(["--shape", "tiny", "--users", "2", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["engine"] for row in rows} >= {"accelerant", "engine", "continuous", "generate"}
-    assert all(row["tokens_s"] > 0 and row["memory_mb"] > 100 for row in rows)
-    assert "tokens_s" in capsys.readouterr().out
+    rows = BenchmarkRecord.load(out).rows
+    assert {row.implementation for row in rows} >= {"over HTTP", "engine", "continuous", "generate"}
+    assert all(row.p50 > 100 if row.unit == "MiB" else row.p50 > 0 for row in rows)
+    assert "tokens/s" in capsys.readouterr().out
