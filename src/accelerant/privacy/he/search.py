@@ -13,8 +13,11 @@ meets the j-th diagonals, slot i of block b having x[b n + i, (i + j) mod p]. Th
 
     score[b n + i] = sum_j q[(i + j) mod p] x[b n + i, (i + j) mod p]
 
-p - 1 rotations by one step serve all blocks of n rows; a block takes p products with plain vectors, which are prepared
-once: 4 k n p bytes a block for k data primes. Source: Halevi and Shoup 2014, "Algorithms in HElib", section 4.3.
+With j = s g + r, r < s, the rotation by s g is of the sum over r, whose diagonals were rotated back beforehand. s - 1
+rotations serve all blocks of n rows, p / s - 1 each block; they double what they rotate, log2 p times in all. A block
+takes p products with plain vectors, which are prepared once: 4 k n p bytes a block for k data primes. Source: Halevi
+and Shoup 2014, "Algorithms in HElib", section 4.3; Halevi and Shoup 2018, "Faster Homomorphic Linear Transformations in
+HElib", eprint 2018/244.
 """
 
 from __future__ import annotations
@@ -31,8 +34,6 @@ from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDt
 from accelerant.privacy.he import bfv
 from accelerant.privacy.he.bfv_scheme import centered
 from accelerant.runtime.registry import DeviceLike
-
-_STEP = 3  # X -> X^3 rotates each half of the slots by one
 
 __all__ = ["PrivateSearch", "decrypt_scores", "encrypt_query", "keygen", "plain_modulus"]
 
@@ -62,7 +63,8 @@ def keygen(
     d: int, bits: int = 8, n: int = 8192, security: int = 128, *, device: DeviceLike = "cpu"
 ) -> tuple[bfv.PublicKey, bfv.PrivateKey]:
     """Return the client's keys for queries of d integers of so many bits; arguments and errors also as `bfv.keygen`."""
-    return bfv.keygen(n, plain_modulus(d, bits, n), security, rotations=[1], device=device)
+    steps = [1 << i for i in range(_period(d, n).bit_length() - 1)]
+    return bfv.keygen(n, plain_modulus(d, bits, n), security, rotations=steps, device=device)
 
 
 def _integers(x: Any, name: str, ndim: int) -> npt.NDArray[np.int64]:
@@ -108,7 +110,7 @@ class PrivateSearch:
     Raises:
         UnsupportedDtype, ShapeError: the vectors are no integers in rows.
         RangeError: scores could pass half of the key's plain modulus, and would wrap around.
-        ConfigError: the key cannot rotate by one.
+        ConfigError: the key has no rotations by the powers of two below d.
     """
 
     def __init__(self, vectors: Any, public: bfv.PublicKey, *, query_bits: int = 8) -> None:
@@ -117,18 +119,24 @@ class PrivateSearch:
         if 2 * largest >= t:
             needed = f"make keys by keygen({x.shape[1]}, bits), whose modulus is chosen for it"
             raise RangeError(f"scores reach {largest:,}, but the key's plain modulus {t:,} holds {t // 2:,}: {needed}")
-        public.switching(_STEP)
         self._public, self._count, self._dim, self._period = public, len(x), int(x.shape[1]), _period(x.shape[1], n)
-        rows = np.zeros((-(-len(x) // n), n, self._period), np.int64)
+        self._blocks, scheme, levels = -(-len(x) // n), public._scheme, self._period.bit_length() - 1
+        for level in range(levels):
+            public.switching(pow(3, 1 << level, 2 * n))
+        self._shared = min(range(levels + 1), key=lambda i: (1 << i) + self._blocks * (self._period >> i))
+        rows = np.zeros((self._blocks, 2, n // 2, self._period), np.int64)
         rows.reshape(-1, self._period)[: len(x), : x.shape[1]] = x
-        self._blocks, scheme = len(rows), public._scheme
-        slots, steps = np.arange(n), np.arange(self._period)[:, None]
-        words = np.empty((self._blocks, self._period, scheme.k, n), np.uint32)
+        step, groups = 1 << self._shared, self._period >> self._shared
+        columns = (np.arange(n) + np.arange(step)[:, None]) % self._period
+        words = np.empty((groups, self._blocks, step, scheme.k, n), np.uint32)
         moduli, self._growth = np.array(scheme.data, np.int64)[:, None], 0.0
-        for block, residues in zip(rows, words, strict=True):
-            coefficients = centered(scheme.encode(block[slots, (slots + steps) % self._period]), t)
-            self._growth = max(self._growth, scheme.plain_product_bits(coefficients))
-            residues[:] = coefficients[:, None] % moduli  # t may be above a prime
+        for place in range(groups):  # the second half is rotated first: groups lie by their bits, the lowest first
+            group = int(f"{place:0{levels - self._shared}b}"[::-1], 2) if groups > 1 else 0
+            for block, residues in zip(rows, words[place], strict=True):
+                turned = np.roll(block, step * group, axis=1).reshape(n, self._period)
+                coefficients = centered(scheme.encode(turned[np.arange(n), columns]), t)
+                self._growth = max(self._growth, scheme.plain_product_bits(coefficients))
+                residues[:] = coefficients[:, None] % moduli  # t may be above a prime
         self._diagonals = public.space.load(words)
         scheme.rns.transform(self._diagonals, 1, scheme.k)
 
@@ -147,17 +155,23 @@ class PrivateSearch:
             raise ShapeError(f"a query is one ciphertext that encrypt_query makes, got shape {query.shape}")
         if query.shape[-1] != self._dim:
             raise ShapeError(f"the query has dimension {query.shape[-1]}, the vectors {self._dim}")
-        scheme, data, total = self._public._scheme, query.data, None
-        key, k = self._public.switching(_STEP), scheme.k
-        for j in range(self._period):
-            turned, product = scheme.copy(data), scheme.rns.empty(self._blocks, 2, k)
-            scheme.rns.transform(turned, 1, k)
-            at: dict[str, Any] = {"x_at": (j * k, self._period * k, 0), "y_at": (0, 0, k, 0), "z_at": (0, 2 * k, k)}
-            scheme.rns.dot(self._diagonals, turned, product, 1, k, batch=self._blocks, parts=2, **at)
-            total = product if total is None else scheme.rns.add(total, product, 1, k)
-            if j + 1 < self._period:
-                data = scheme.automorphism(data, _STEP, key)
-        scheme.rns.transform(total, 1, k, inverse=True, products=True)
+        public, scheme, levels = self._public, self._public._scheme, self._period.bit_length() - 1
+        space, rns, k, turned = public.space, scheme.rns, scheme.k, query.data
+        elements = [pow(3, 1 << level, 2 * public.n) for level in range(levels)]
+        keys = [(element, public.switching(element)) for element in elements]
+        for key in keys[: self._shared]:
+            turned = space.joined(turned, scheme.automorphism(turned, *key))
+        turned = scheme.copy(turned) if self._shared == 0 else turned
+        rns.transform(turned, 1, k)
+        batch, step = (self._period >> self._shared) * self._blocks, 1 << self._shared
+        total = rns.empty(batch, 2, k)
+        at: dict[str, Any] = {"x_at": (0, step * k, k), "y_at": (0, 0, k, 2 * k), "z_at": (0, 2 * k, k)}
+        rns.dot(self._diagonals, turned, total, 1, k, batch=batch, terms=step, parts=2, **at)
+        rns.transform(total, 1, k, inverse=True, products=True)
+        for key in keys[self._shared :]:
+            batch //= 2
+            kept, moved = (space.getitem(total, (part,)) for part in (slice(batch), slice(batch, None)))
+            total = rns.add(kept, scheme.automorphism(moved, *key), 1, k)
         bits = min(query.budget_bits, scheme.switched_bits) - 2 * math.log2(self._period) - self._growth
         return bfv.Ciphertext(self._public, total, (self._blocks, self._public.n), bits, query.origin)
 
