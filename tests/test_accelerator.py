@@ -20,9 +20,11 @@ from accelerant.accelerator.methods import METHODS, sizes_of
 from accelerant.algebra.field.parameters import field_of
 from accelerant.config import override, settings
 from accelerant.errors import BackendUnavailable, ConfigError, FallbackWarning, FormatError, UnsupportedDtype
+from accelerant.nn.train import fit
 from accelerant.ops.registry import public_ops
 from accelerant.runtime import registry, time_limit
 from accelerant.runtime.streams.transfer import copy_async
+from accelerant.service import Client
 from requirements import require_backend
 
 P = field_of("goldilocks").modulus
@@ -400,6 +402,15 @@ def test_arrays_without_dimensions_stay_so(acc, batched):
     assert isinstance(acc.gelu(torch.tensor(1.5)), torch.Tensor)
 
 
+def test_tensors_without_dense_values_are_refused(acc):
+    x = torch.ones(2, 3)
+    for given in (x.to_sparse(), x.to_sparse_csr(), x.to("meta"), torch.nested.as_nested_tensor([x[0], x[1]])):
+        with pytest.raises(errors.UnsupportedCase, match=r"the array is a .* tensor; wanted a dense one"):
+            acc.gelu(given)
+    with pytest.raises(errors.UnsupportedCase, match="an argument of gelu_fwd is a sparse_coo tensor"):
+        accelerant.ops.gelu(x.to_sparse())
+
+
 def test_masked_arrays_are_refused(acc):
     """Their data would be computed with, and the mask lost."""
     words = np.ma.masked_array(np.arange(4, dtype=np.uint64), [0, 1, 0, 0])
@@ -409,6 +420,8 @@ def test_masked_arrays_are_refused(acc):
         lambda: field.add(words, words), lambda: accelerant.zk.ntt(words, field="goldilocks"),
         lambda: acc.msm(np.ma.masked_array(np.zeros((2, 4), np.uint64)), [(1, 2), (1, 2)]),
         lambda: registry.create("cpu").copy_to_device(words), lambda: copy_async(words, "cpu"),
+        lambda: fit(torch.nn.Linear(1, 2), words[:, None].astype(np.float32), words.data.astype(np.int64)),
+        lambda: Client("http://127.0.0.1:9").gelu(words),
     ):  # fmt: skip
         with pytest.raises(UnsupportedDtype, match="masked array"):
             call()

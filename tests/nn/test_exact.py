@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerant import nn as ann
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.nn.exact import ExactNetwork
 from accelerant.zk.inference.proofs import integer_network
 from residual_network import ResNet
@@ -245,6 +245,8 @@ def test_examples_and_values_are_checked():
             exact(model, wrong)
     with pytest.raises(ConfigError, match="an infinity or a NaN"):
         exact(model, torch.tensor([[1.0, float("nan"), 0.0]]))
+    with pytest.raises(UnsupportedDtype, match=r"examples must be real numbers, got torch\.complex64"):
+        exact(model, torch.ones(1, 3, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"which alone takes examples, got 'dynamic' with examples"):
         ann.quantize(model, mode="dynamic", examples=torch.ones(1, 3))
     nn.init.constant_(model[0].bias, 1e9)
@@ -260,6 +262,11 @@ def test_inputs_of_the_network_are_checked():
     assert isinstance(network, ExactNetwork)
     with pytest.raises(UnsupportedDtype, match=r"int8 or real numbers, got torch\.int32"):
         network(torch.ones(1, 3, dtype=torch.int32))
+    for call in (network, network.quantize_input):
+        with pytest.raises(UnsupportedDtype, match="real numbers, got ndarray, which is no tensor"):
+            call(np.ones((1, 3), np.float32))
+        with pytest.raises(RangeError, match="x has a NaN"):
+            call(torch.tensor([[1.0, float("nan"), 0.0]]))
     with pytest.raises(ShapeError, match=r"x must be \(\.\.\., 3\), got \(1, 4\)"):
         network(torch.ones(1, 4))
     with pytest.raises(UnsupportedDtype, match=r"takes real numbers, got torch\.int8"):

@@ -170,10 +170,19 @@ def test_parts_that_fill_up_a_shuffle_count_for_nothing(parts, monkeypatch):
     assert index.search(x[:1], 1).ids.tolist() == [[0]]
 
 
-def test_sparse_vectors_are_refused():
-    for ask in (lambda x: exact(x, x), lambda x: Index(8).add(x), lambda x: Index(8).search(x)):
+def test_sparse_and_masked_vectors_are_refused():
+    x = np.ones((3, 8), np.float32)
+    index = Index(8)
+    index.add(x)
+    for ask in (lambda x: exact(x, x), Index(8).add, index.search):
         with pytest.raises(UnsupportedDtype, match="dense"):
             ask(torch.ones(3, 8).to_sparse())
+        with pytest.raises(UnsupportedDtype, match="is a masked array; pass"):
+            ask(np.ma.masked_array(x, x > 2))
+    marks = np.ma.masked_array([True, True, True], [False, True, False])
+    for ask in (lambda: exact(x, x, mask=marks), lambda: index.search(x, mask=marks), lambda: index.add(x, marks)):
+        with pytest.raises(UnsupportedDtype, match="is a masked array; pass"):
+            ask()
 
 
 def test_views_that_negate_are_read_as_what_they_show():

@@ -32,7 +32,7 @@ from accelerant.ops.registry import Fractions, Indices, PublicOp, SampleInput, S
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.files import JsonRecord, clipped, plain
-from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.host import refuse_masked, refuse_without_values
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 from accelerant.runtime.memory.peak import ModelStep, predict_step
@@ -84,6 +84,7 @@ def kind_of(x: object) -> str:
     """Return the library of an array, "numpy" for numbers and sequences of them; or raise UnsupportedDtype."""
     refuse_masked(x, "the array")
     if isinstance(x, torch.Tensor):
+        refuse_without_values(x, "the array")
         return "torch"
     if isinstance(x, (np.ndarray, np.generic, int, float, Sequence)) and not isinstance(x, (str, bytes)):
         return "numpy"

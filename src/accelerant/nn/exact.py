@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.nn.layers import AvgPool2d, Conv2d, Linear
 
 SHIFT = 24
@@ -94,6 +94,10 @@ def _convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     return (weight.flatten(1) @ seen).reshape(len(x), len(weight), height, width)
 
 
+def _dtype_of(x: object) -> str:
+    return str(x.dtype) if isinstance(x, Tensor) else f"{type(x).__name__}, which is no tensor"
+
+
 class ExactNetwork(nn.Sequential):
     """ExactLayer modules; quantize(model, mode="exact", examples=x) makes one.
 
@@ -107,9 +111,14 @@ class ExactNetwork(nn.Sequential):
         self.input_shape, self.input_scale, self.output_scale = input_shape, input_scale, output_scale
 
     def quantize_input(self, x: Tensor) -> Tensor:
-        """Return x / input_scale rounded, halves to even, and clamped to int8; UnsupportedDtype for integers."""
-        if not x.is_floating_point():
-            raise UnsupportedDtype(f"quantize_input takes real numbers, got {x.dtype}")
+        """Return x / input_scale rounded, halves to even, and clamped to int8.
+
+        UnsupportedDtype: no tensor of real numbers. RangeError: a NaN, which is near no integer.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise UnsupportedDtype(f"quantize_input takes real numbers, got {_dtype_of(x)}")
+        if bool(x.isnan().any()):
+            raise RangeError("x has a NaN, which is near no integer")
         return torch.round(x.double() / self.input_scale).clamp(-128, _LARGEST).to(torch.int8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,8 +127,8 @@ class ExactNetwork(nn.Sequential):
         Returns (..., outputs), or (..., outputs, height, width) where an image has more than one pixel.
         UnsupportedDtype: neither int8 nor real numbers. ShapeError: the last dimensions are not input_shape.
         """
-        if x.dtype != torch.int8 and not x.is_floating_point():
-            raise UnsupportedDtype(f"x must be int8 or real numbers, got {x.dtype}")
+        if not isinstance(x, Tensor) or (x.dtype != torch.int8 and not x.is_floating_point()):
+            raise UnsupportedDtype(f"x must be int8 or real numbers, got {_dtype_of(x)}")
         leading = x.shape[: x.dim() - len(self.input_shape)]
         if x.shape[len(leading) :] != self.input_shape:
             raise ShapeError(f"x must be (..., {', '.join(map(str, self.input_shape))}), got {tuple(x.shape)}")
@@ -178,6 +187,8 @@ def exact_network(model: nn.Module, examples: Tensor | None) -> tuple[ExactNetwo
     ):  # fmt: skip
         shape = tuple(examples.shape) if isinstance(examples, Tensor) else type(examples).__name__
         raise ShapeError(f"examples must be (batch, {width}), got {shape}")
+    if examples.is_complex():
+        raise UnsupportedDtype(f"examples must be real numbers, got {examples.dtype}")
     if not bool(examples.isfinite().all()):
         raise ConfigError("examples has an infinity or a NaN")
     with torch.no_grad():

@@ -13,6 +13,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from accelerant.errors import RangeError, ShapeError, UnsupportedDtype
+from accelerant.runtime.host import refuse_masked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """Dtypes of vectors; uint8 holds 8 bits of a binary vector."""
@@ -46,6 +47,7 @@ class Hits(tuple[Any, Any]):
 
 def tensor(x: Any, name: str) -> Tensor:
     """Return an array as a tensor that shares its memory; lists of numbers become float32."""
+    refuse_masked(x, name)
     if isinstance(x, Tensor):
         if x.layout is not torch.strided:
             raise UnsupportedDtype(f"{name} must be dense, got {x.layout}: to_dense() makes it so")
@@ -238,9 +240,9 @@ class Slots:
         """
         given = mask
         plain = self.names is None and not self.holes
-        if plain and isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (self.size,):
+        if plain and type(mask) is np.ndarray and mask.dtype == np.bool_ and mask.shape == (self.size,):
             return mask if mask.strides == (1,) else np.ascontiguousarray(mask)
-        if not isinstance(mask, np.ndarray) or mask.dtype.char not in "?B" or not mask.ndim:
+        if type(mask) is not np.ndarray or mask.dtype.char not in "?B" or not mask.ndim:
             given = _parsed(mask, None)
             given = given if isinstance(given, range) else given.cpu().numpy()
         packs = plain and self.of_rows is not None

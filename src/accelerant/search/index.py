@@ -390,7 +390,7 @@ class Index:
         if (
             self._scans
             and self.metric != "cosine"
-            and isinstance(queries, np.ndarray)
+            and type(queries) is np.ndarray
             and queries.dtype == np.float32
             and queries.shape[1:] == (self.dim,)
             and queries.flags.carray

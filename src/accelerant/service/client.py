@@ -33,6 +33,7 @@ from accelerant.algebra.field.memory_space import stacked
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, MissingDependency, TimeLimitExceeded, UnsupportedDtype
+from accelerant.runtime.host import refuse_masked, refuse_without_values
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.errors import Cancelled, JobFailed, Refused, error_named
 from accelerant.service.jobs.wire import Job, JobState
@@ -531,6 +532,8 @@ class AsyncClient(_ClientMethods):
 
 def _numpy(x: Any) -> Array:
     """Return an array of any library, or numbers, as NumPy's."""
+    refuse_masked(x, "the array")
+    refuse_without_values(x, "the array")
     if hasattr(x, "detach"):  # torch's, which may record gradients, or be on a device
         x = x.detach().cpu()
         if str(x.dtype) == "torch.bfloat16":

@@ -57,6 +57,8 @@ def test_keys_and_arrays_that_would_give_wrong_scores_are_refused():
         search.encrypt_query(private, np.array([1, 200, 0, 0]))
     with pytest.raises(UnsupportedDtype, match="integers"):
         search.PrivateSearch(vectors / 2, public)
+    with pytest.raises(UnsupportedDtype, match="is a masked array"):
+        search.PrivateSearch(np.ma.masked_array(vectors, vectors > 1), public)
     for wrong in (np.zeros((0, 4), int), np.zeros(4, int)):
         with pytest.raises(ShapeError):
             search.PrivateSearch(wrong, public)

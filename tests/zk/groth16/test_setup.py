@@ -14,8 +14,8 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode, encode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase
 from accelerant.zk import curve as curve_named
-from accelerant.zk.formats import R1cs, Zkey
-from accelerant.zk.groth16 import setup
+from accelerant.zk.formats import TERM, R1cs, Zkey, write_r1cs, write_wtns
+from accelerant.zk.groth16 import VerificationKey, prove, setup, verify
 from accelerant.zk.groth16.keys import SparseMatrix
 from accelerant.zk.groth16.setup import LABEL, FixedBaseTable, setup_with_known_tau
 
@@ -47,6 +47,17 @@ def test_the_matrices_are_those_of_snarkjs(product, tmp_path):
         assert (theirs.n_vars, theirs.n_public, theirs.domain_size) == (ours.n_vars, ours.n_public, ours.domain_size)
         for name in ("a", "b1", "b2", "c"):
             assert (getattr(theirs, name).any(axis=1) == getattr(ours, name).any(axis=1)).all(), name
+
+
+def test_a_circuit_without_signals_has_a_domain_of_two_as_with_snarkjs(tmp_path, family):
+    none = np.zeros(0, TERM)
+    sizes = {"n_wires": 1, "n_pub_out": 0, "n_pub_in": 0, "n_prv_in": 0, "n_constraints": 0}
+    write_r1cs(tmp_path / "circuit.r1cs", family, **sizes, a=none, b=none, c=none)
+    write_wtns(tmp_path / "witness.wtns", family, encode(FIELDS[f"{family}_fr"], [1]))
+    facts = setup_with_known_tau(tmp_path / "circuit.r1cs", tmp_path / "circuit.zkey")
+    assert (facts["constraints"], facts["domain"]) == (0, 2)
+    proof = prove(tmp_path / "circuit.zkey", tmp_path / "witness.wtns", device="cpu")
+    assert verify(VerificationKey.from_zkey(tmp_path / "circuit.zkey"), [], proof)
 
 
 def test_keys_differ(tmp_path):

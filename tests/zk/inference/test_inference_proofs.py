@@ -486,6 +486,8 @@ def test_arrays_out_of_range_are_refused(generator):
     prover = Prover(IntegerNetwork(Network((layer,)), [weight], [[0, 0]]))
     with pytest.raises(UnsupportedDtype, match="x must be int8, got float32"):
         prover.prove(np.zeros((1, 3), np.float32))
+    with pytest.raises(UnsupportedDtype, match="x is a masked array"):
+        prover.prove(np.ma.masked_array(np.zeros((1, 3), np.int8), [[True, False, False]]))
     for shape in ((3,), (1, 4), (0, 3)):
         with pytest.raises(ShapeError, match=r"x must be \(batch, 3\)"):
             prover.prove(np.zeros(shape, np.int8))

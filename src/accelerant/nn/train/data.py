@@ -30,6 +30,7 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import forked_random
 from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.tokens import TokenFile, Tokens, require_tokens
+from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.processes import Processes
 
 Batch = tuple[Tensor, ...]
@@ -438,6 +439,7 @@ def _tensors(data: Any, name: str) -> Batch:
 def _tensor(data: Any, name: str) -> Tensor:
     if isinstance(data, Tensor):
         return data.detach()
+    refuse_masked(data, name)
     try:
         array = np.asarray(data)
         with warnings.catch_warnings():

@@ -33,6 +33,7 @@ from accelerant.algebra.field.parameters import is_prime
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy.he import bfv
 from accelerant.privacy.he.bfv_scheme import centered
+from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.registry import DeviceLike
 
 __all__ = ["PrivateSearch", "decrypt_scores", "encrypt_query", "keygen", "plain_modulus"]
@@ -68,6 +69,7 @@ def keygen(
 
 
 def _integers(x: Any, name: str, ndim: int) -> npt.NDArray[np.int64]:
+    refuse_masked(x, name)
     array = np.asarray(x)
     if array.dtype.kind not in "iu":
         raise UnsupportedDtype(f"{name} must be integers, got {array.dtype}: scale and round them first")

@@ -62,6 +62,7 @@ from accelerant.runtime.dispatch.race import (
     reason_of,
     rounded,
 )
+from accelerant.runtime.host import refuse_without_values
 from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.limits import (
     count,
@@ -462,6 +463,8 @@ class Operation:
             if not recoverable(error):
                 lost = plan.provider.lost(error) if isinstance(error, RuntimeError) else None
                 if lost is None:
+                    for argument in args if isinstance(error, RuntimeError) else ():  # torch's words fill a screen
+                        refuse_without_values(argument, f"an argument of {self.name}")
                     raise error
                 raise lost from error
             if plan.forced or settings().fallback == "forbid":

@@ -52,8 +52,8 @@ class Constraints:
 
     @property
     def domain(self) -> int:
-        """Size of the transforms: a power of two above the number of rows, including those of public inputs."""
-        return 1 << (self.n_constraints + self.n_public).bit_length()
+        """Size of the transforms: a power of two above the number of rows with those of public inputs; at least 2."""
+        return 1 << max(1, (self.n_constraints + self.n_public).bit_length())
 
     @classmethod
     def of(cls, r1cs: R1cs) -> Constraints:
@@ -91,9 +91,9 @@ def setup_with_known_tau(
     circuit = r1cs if isinstance(r1cs, Constraints) else Constraints.of(r1cs)
     family, size = family_of(circuit.family), circuit.domain
     log_max = snarkjs_scalar_field(family).two_adicity - 1
-    if size > 1 << log_max or size < 2:
+    if size > 1 << log_max:
         raise UnsupportedCase(
-            f"{circuit.n_constraints} constraints take a domain of {size} points; {family.name} has 2 to 2^{log_max}"
+            f"{circuit.n_constraints} constraints take a domain of {size} points; {family.name} has at most 2^{log_max}"
         )
     a, b, c = circuit.matrices
     public_rows = np.zeros(circuit.n_public + 1, TERM)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.runtime.files import write_atomic
-from accelerant.runtime.host import host_memory
+from accelerant.runtime.host import host_memory, refuse_masked, refuse_without_values
 from accelerant.runtime.registry import DeviceLike
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference import verifier
@@ -188,6 +188,8 @@ def checked_input(network: Network, x: Any) -> Int8:
 
 def checked_array(name: str, x: Any, shape: tuple[int, int, int]) -> Int8:
     """Return an int8 array (batch, *shape), which may be given with the shape flattened; errors as checked_input."""
+    refuse_masked(x, name)
+    refuse_without_values(x, name)
     array, size = np.asarray(x), math.prod(shape)
     if array.dtype != np.int8:
         raise UnsupportedDtype(f"{name} must be int8, got {array.dtype}: divide real numbers by the scale and round")
