@@ -133,6 +133,31 @@ def test_on_a_cpu_the_shortest_calls_run_as_it_was(clock, monkeypatch, train, mo
     assert [*report.choices.values()] == said
 
 
+def test_the_shortest_calls_run_without_a_look_until_a_longer_one(clock, monkeypatch):
+    monkeypatch.setattr(choice, "BRIEF_S", 8.1)
+    clock.ours, looks, look = 0.5, [], choice.Choice.__call__
+    monkeypatch.setattr(choice.Choice, "__call__", lambda *args: looks.append(args) or look(*args))
+    net = Normed(clock)
+    report = acl.nn.patch(net)
+    run(net)
+    before = len(looks)
+    run(net, 3)
+    assert (before, len(looks), any(clock.sides)) == (3, 3, False)
+    run(net, 1, train=False)
+    assert len(looks) == 4
+    run(net, count=40)
+    assert clock.sides[-1] is True
+    run(net, 1)
+    assert clock.sides[-1] is False
+    assert [text.partition(",")[0] for text in report.choices.values()] == ["as it was", "on our ops"]
+    other = Normed()
+    acl.nn.patch(other)
+    run(other, 4)
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    for count in (8, 40):
+        assert torch.allclose(compiled(rows(count)), Normed().norm(rows(count)), atol=1e-6)
+
+
 def test_shapes_of_another_class_are_measured_again(clock):
     net = Normed(clock)
     report = acl.nn.patch(net)

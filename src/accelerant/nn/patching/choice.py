@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from accelerant._version import __version__
 from accelerant.config import settings
@@ -60,9 +61,16 @@ WARM_UP = "eager: before the capture"  # an outcome that the report counts
 def chosen_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a patched model on the side that is faster for this kind of call."""
     record: PatchRecord = self.__dict__[RECORD]
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return record.choice.forward(self, *args, **kwargs)
-    return record.choice(self, record, args, kwargs)
+    choice = record.choice
+    if is_dynamo_compiling():
+        return choice.forward(self, *args, **kwargs)
+    if (brief := choice.brief) is not None and args and not kwargs:
+        first = args[0]
+        if type(first) is Tensor and first.is_cpu and first.numel() <= brief[is_grad_enabled()]:
+            return type(self).forward(self, *args)
+    if is_compiling() or torch._C._is_tracing():
+        return choice.forward(self, *args, **kwargs)
+    return choice(self, record, args, kwargs)
 
 
 def is_fixed() -> bool:
@@ -88,7 +96,7 @@ class _Trial:
         self.calls = [0, 0]
         self.laps: tuple[list[_Lap], list[_Lap]] = ([], [])
         self.early: list[_Lap] = []  # as it was while kernels were compiled: they may have taken longer for that
-        self.elements = 0  # of the arguments of the last call
+        self.first, self.elements = 0, 0  # of the first argument of the last call, and of all
         self.replays, self._replayed, self._eager = 0, False, 0
         self.reopened = False  # whether graphs decided before, which may be held still
         self._lost, self._lost_since = 0, 0  # calls without a graph since the decision, and all replays before them
@@ -260,6 +268,10 @@ class Choice:
         self._open: _Open | None = None  # the lap that the next call ends
         self._sides: set[tuple[bool | None, bool | None]] = set()  # decisions of all kinds
         self._agreed = False  # whether all kinds are decided for the present side: backward passes are not watched
+        # Elements of the first argument up to which calls without and with gradients are too short for a trial on a
+        # CPU: these run as it was without a further look while `brief` has them, as all kinds agree on that side.
+        self._brief = [-1, -1]
+        self.brief: list[int] | None = None
         self._compiling: set[_Trial] = set()  # kinds of calls whose kernels are being compiled
         self._misses = background.misses()
         # Calls before the first on our ops, -1 while unknown; and the time that ends them.
@@ -308,7 +320,7 @@ class Choice:
 
     def _begin(self, model: Any, record: PatchRecord, key: Any, kwargs: dict[str, Any]) -> _Trial | None:
         """Choose the side of a call; return the trial that it is part of, if it is."""
-        free, self._agreed = not self._waiting and not self._agreed, False  # calls before were not watched
+        free, self._agreed, self.brief = not self._waiting and not self._agreed, False, None  # were not watched
         if (watched := is_watched()) or self.fixed or is_fixed() or captures_ahead() or _is_captured():
             self._open = None
             if watched:
@@ -322,7 +334,7 @@ class Choice:
         if self._compiling and background.is_ready():
             self._compiling.clear()
         compiling = trial in self._compiling
-        trial.elements = _sizes(key)[1]
+        trial.first, trial.elements = _sizes(key)
         if compiling or self._is_early(model, trial):
             ours = trial.cramped or not _has_room(model, trial, kwargs)
         else:
@@ -330,6 +342,7 @@ class Choice:
         if free and trial.places(ours) != (record.ours, record.body):
             record.switch(ours=ours, body=ours and trial.body)
         self._agreed = not self._compiling and self._sides == {(record.ours, record.body)}
+        self.brief = self._brief if self._agreed and not record.ours else None
         return trial if trial.ours is None or compiling else None
 
     def _side(self, trial: _Trial, key: Any, model: Any, record: PatchRecord, kwargs: dict[str, Any]) -> bool:
@@ -463,6 +476,8 @@ class Choice:
     def _decide(self, trial: _Trial, model: Any, record: PatchRecord) -> None:
         """Choose a side if its gain is known."""
         if trial.is_brief():
+            graded = trial.key[1]
+            self._brief[graded] = max(self._brief[graded], trial.first)
             self._settle(trial, False, record, "too short for a trial")
             return
         gain = trial.gain()
