@@ -231,6 +231,17 @@ def test_characters_that_an_encoding_lacks_stay_in_their_columns():
     assert stream.text() == "#.  61  C \\xe9 \\udcff *"
 
 
+@pytest.mark.parametrize(("closed", "lines"), [(">&-", 1), ("2>&-", 0)])
+def test_streams_that_were_closed_at_the_start_take_what_is_written(closed, lines, tmp_path):
+    """Python's print writes to standard output what is meant for an error stream that is None."""
+    for words, expected in ((["--help"], 0), (["zk", "verify", "a", "b", "c"], 2)):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "accelerant", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+        assert done.returncode == expected
+        assert "accelerant:" not in done.stdout
+    assert done.stderr.count("\n") == lines
+
+
 @pytest.mark.parametrize("width", [20, 40, 58, 100])
 def test_a_table_that_is_too_wide_is_a_block_for_each_row(width):
     titles = ("name", "size", "note")

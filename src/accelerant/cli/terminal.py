@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ _SIMILAR = dict(zip("█·°…→•━╸╺─│╭╮╰╯\u00d7\u2013\u20
 
 
 def prepare_streams() -> None:
-    """Let standard output and error accept every character, whatever their encoding."""
+    """Let standard output and error accept every character; streams that were closed at the start become empty ones."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # print would write an error to standard output, or a file might get its number
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - open until the end
     codecs.register_error("accelerant", _substitute)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
