@@ -33,8 +33,7 @@ def register() -> None:
     """Register what this vLLM knows of ours; vLLM calls it in each of its processes, more than once."""
     if _registered:
         return
-    version = known_version()
-    if not version:
+    if not (version := known_version()):
         text = "the plug-in for vLLM knows the versions %s alone: nothing of accelerant is registered"
         logging.getLogger("accelerant").warning(text, ", ".join(VERSIONS))
         return

@@ -129,8 +129,7 @@ def policy_named(value: object) -> Any:
     """Return the policy that true, false or text in any case means; other values unchanged, for the check of them."""
     if isinstance(value, list | tuple | dict) or (isinstance(value, int) and value not in (0, 1)):
         return value  # Python refuses to print integers of more than 4,300 digits
-    text = str(value).lower()
-    if text in _SWITCH:
+    if (text := str(value).lower()) in _SWITCH:
         return "allow" if _SWITCH[text] else "forbid"
     return text if text in get_args(FallbackPolicy) else value
 
@@ -245,8 +244,7 @@ def _set_log_level(level: str) -> None:
 def settings() -> Settings:
     """Return the settings in force in this thread or task."""
     global _loaded
-    inner = _overridden.get()
-    if inner is not None:
+    if (inner := _overridden.get()) is not None:
         return inner
     latest = _published[-1:]
     if latest and isinstance(threading.current_thread(), threading._DummyThread):

@@ -245,8 +245,7 @@ class Batch(methods.Operations):
         except BaseException:
             self._leave()
             raise
-        failed = [call.error for call in self._calls if call.error is not None]
-        if failed:
+        if failed := [call.error for call in self._calls if call.error is not None]:
             if len(failed) > 1:
                 failed[0].add_note(f"{len(failed)} of the batch's {len(self._calls)} calls failed; this is the first")
             raise failed[0]
@@ -281,8 +280,7 @@ class Batch(methods.Operations):
         held_bytes = 0
         for call in calls:
             signature = _signature(call, call.arrays)
-            members = alike.get(signature)
-            if members is not None:
+            if (members := alike.get(signature)) is not None:
                 members.append((call, call.arrays, members[0][2]))
                 continue
             try:
@@ -314,8 +312,7 @@ class Batch(methods.Operations):
         self, call: PendingCall, arrays: tuple[Any, ...], signature: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], _Member, bool]:
         """Return the key of calls that become one with this one, its call on tensors, and whether all these join."""
-        known = self._known.get(signature)
-        if known is None:
+        if (known := self._known.get(signature)) is None:
             tensors, origin = methods.to_tensors(call.name, arrays, None)
             known = (*self._key(call, tensors, origin), origin)
             if signature:
@@ -341,8 +338,7 @@ class Batch(methods.Operations):
             return None, 0
         kinds = tuple((x.dtype, x.device) for x in tensors)
         key = (call.name, str(sorted(call.options.items())), origin.kind, count, kinds)
-        merge = METHODS[call.name].merge
-        if merge == "elements" and count == len(tensors):
+        if (merge := METHODS[call.name].merge) == "elements" and count == len(tensors):
             return key, count
         if merge in ("first", "stack"):
             return (*key, *[x.shape if merge == "stack" else x.shape[1:] for x in tensors[:count]]), count

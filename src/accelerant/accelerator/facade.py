@@ -111,8 +111,7 @@ class AcceleratorConfig:
 
 
 def _policy(value: object) -> FallbackPolicy:
-    policy = policy_named(value)
-    if policy not in ("allow", "warn", "forbid"):
+    if (policy := policy_named(value)) not in ("allow", "warn", "forbid"):
         raise ConfigError(f"fallback must be allow, warn or forbid, or true or false; got {clipped(value)}")
     return policy  # type: ignore[no-any-return]  # one of the three
 
@@ -205,8 +204,7 @@ class Accelerator(methods.Operations):
 
     def _shared_devices(self) -> list[torch.device]:
         """Return the devices that may share a call, the Accelerator's first."""
-        wanted = self.config.devices
-        if wanted in (1, None):
+        if (wanted := self.config.devices) in (1, None):
             return [self._torch_device]
         own = self.device.label
         others = [x for x in registry.devices() if x.available and x.backend == self.device.backend == "cuda"]
@@ -224,8 +222,7 @@ class Accelerator(methods.Operations):
 
     def _wanted(self, device: registry.DeviceLike) -> registry.DeviceLike:
         """Return the device that is asked for, under the configuration's `use_gpu`."""
-        use_gpu = self.config.use_gpu
-        if use_gpu is None:
+        if (use_gpu := self.config.use_gpu) is None:
             return device
         if registry.is_automatic(device):
             if not use_gpu:
@@ -419,8 +416,7 @@ class Accelerator(methods.Operations):
 
     def _checked(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], int, int]:
         """Return the arrays of a call as they are to be moved, and the bytes of inputs, and of result and scratch."""
-        prepare = METHODS[name].prepare
-        if prepare is not None:
+        if (prepare := METHODS[name].prepare) is not None:
             arrays = tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
         inputs, made, _ = self._fit(name, arrays, options)
         return arrays, inputs, made
@@ -522,8 +518,7 @@ class Accelerator(methods.Operations):
     ) -> tuple[Results, ArrayOrigin] | None:
         """Run one call on several devices; None where one is as fast, or another one failed before."""
         tensors, origin = to_tensors(name, arrays, None)
-        cut = split_along_rows(name, tensors, options)
-        if cut is None:
+        if (cut := split_along_rows(name, tensors, options)) is None:
             return None
         copied, seconds = 2 * sum(x.nbytes for x in tensors), work_s(name, cut.tensors, options)
         on_host = tensors[0].device.type != self._torch_device.type
@@ -640,8 +635,7 @@ class Accelerator(methods.Operations):
         The rows, images or heads are None for a call that keeps it whole, and the bytes 0 without a limit. OutOfMemory
         where no part keeps it.
         """
-        limit = self.config.memory_limit_bytes
-        if limit is None:
+        if (limit := self.config.memory_limit_bytes) is None:
             return 0, 0, None
         inputs, result = methods.sizes_of(name, arrays, options)
         if not METHODS[name].scratch and inputs + result <= limit:

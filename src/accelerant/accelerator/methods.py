@@ -88,8 +88,7 @@ def kind_of(x: object) -> str:
         return "torch"
     if isinstance(x, (np.ndarray, np.generic, int, float, Sequence)) and not isinstance(x, (str, bytes)):
         return "numpy"
-    root = type(x).__module__.partition(".")[0]
-    if root == "cupy":
+    if (root := type(x).__module__.partition(".")[0]) == "cupy":
         return "cupy"
     if root in ("jax", "jaxlib"):
         return "jax"
@@ -455,8 +454,7 @@ def _op_method(name: str) -> Callable[..., Any]:
         taken: list[Any] = []
         fixed: list[tuple[int, float | None]] = []
         for position, (argument, parameter) in enumerate(arrays.items()):
-            value = given.pop(argument)
-            if value is None and parameter.default is None:
+            if (value := given.pop(argument)) is None and parameter.default is None:
                 if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:  # the last ones
                     fixed.append((position, None))
             elif "float" in parameter.annotation and isinstance(value, (int, float, np.generic)):
@@ -705,8 +703,7 @@ def sample_ms(call: Callable[[], object], wait: Callable[[], object], iterations
 def _timing(
     name: str, call: Callable[[], object], wait: Callable[[], object], iterations: int, **more: Any
 ) -> OpTiming:
-    first = more.pop("first_ms", None)
-    if first is None:
+    if (first := more.pop("first_ms", None)) is None:
         (first,) = sample_ms(call, wait, 1)
     samples = sample_ms(call, wait, iterations)
     p95, p99 = (quantile(samples, q / 100) if len(samples) >= least else None for q, least in _LEAST_SAMPLES.items())

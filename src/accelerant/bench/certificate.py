@@ -145,8 +145,7 @@ def certify(
     progress: Callable[[str], object] = lambda text: None,
 ) -> Certificate:  # fmt: skip
     """Run every op's cases on the devices present and compare with the reference; ConfigError if there are none."""
-    present = [device for device in devices if device.available]
-    if not present:
+    if not (present := [device for device in devices if device.available]):
         raise ConfigError("certify: there is no device to certify")
     planned, wanted = checks(quick=quick), set(ops)
     if unknown := wanted - {check.op for check in planned}:

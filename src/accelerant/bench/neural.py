@@ -119,8 +119,7 @@ class NeuralSuite(suite.Suite):
         size = self.size
         dtypes = None if self.dtype is None else dtypes_named(self.dtype)
         libraries = {name for makers in self.libraries.values() for name in makers}
-        against = self.against
-        if against is None and size:
+        if (against := self.against) is None and size:
             against = ("torch", *BASELINES)
         if against is None:
             against = PEERS if device.torch_device.startswith("cuda") else PEERS[:1]
@@ -183,8 +182,7 @@ class NeuralSuite(suite.Suite):
         cases = self.cases(run)
         cores = os.cpu_count() or 1
         several = run.gpu and "compile" in (self.against or ())
-        workers = self.workers or (max(1, min(14, cores - 2)) if several else 1)
-        if workers > 1:
+        if (workers := self.workers or (max(1, min(14, cores - 2)) if several else 1)) > 1:
 
             def groups(keys: set[str]) -> list[list[Task]]:
                 return groups_of([one for one in self.planned(run.gpu) if one.key in keys])
@@ -386,8 +384,7 @@ def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _Cas
         _without_targets(chosen), p20=None, p50=None, p80=None, note="", samples=(), peak_bytes=None, error=None,
         cold_ms=None, wall_ms=None, back_to_back_ms=None,
     )  # fmt: skip
-    forced = own_kernels(ready.decisions)
-    if forced and this.planned.part == "":
+    if (forced := own_kernels(ready.decisions)) and this.planned.part == "":
         with force(**forced):
             own = replace(blank, runner=record.OWN, target_bytes=chosen.target_bytes)
             yield _timed(_checked(own, make, work, this, ours=True), work, this)
@@ -454,8 +451,7 @@ def _timed(ready: _Runner, work: CaseWork, this: _CaseRun) -> Row:
 
 def _failed_row(row: Row, error: Exception, case: OpCase) -> Row:
     """Return the row of a runner that raised; raise an error of ours again unless memory lacked."""
-    lost = registry.provider_of(case.device).lost(error)
-    if lost is not None:
+    if (lost := registry.provider_of(case.device).lost(error)) is not None:
         raise lost from error
     traceback.clear_frames(error.__traceback__)
     if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):

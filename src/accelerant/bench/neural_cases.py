@@ -350,8 +350,7 @@ def _affordable(case: OpCase, flops: int) -> Inputs:
         total += len(first) * len(case.inputs[1])  # the logits
     if case.name == "conv2d" and case.inputs[1] is not None:
         total += flops // (2 * len(case.inputs[1]))  # the windows
-    share = max(total / elements, flops / operations)
-    if share <= 1:
+    if (share := max(total / elements, flops / operations)) <= 1:
         return case.inputs
     if case.name == "attention_decode":  # sequences are independent, each with its caches and its length
         return tuple(None if x is None else x[: max(1, int(len(x) / share))] for x in case.inputs)
@@ -520,8 +519,7 @@ def plan(
         uneven += [case("odd", op, one, first, peers, few) for one in odd_benchmarks_of(op, first or torch.bfloat16)]
     for op in ops:  # the largest first: torch.compile compiles for any number of rows with the largest in view
         for size in sorted(sweep, reverse=True):
-            resized = _resized(benchmarks_of(op)[0], size)
-            if resized is not None:
+            if (resized := _resized(benchmarks_of(op)[0], size)) is not None:
                 several = (resized.sample.shapes[0] or ())[0] > 1
                 peers = [name for name in against if name in _SWEEP_PEERS and (several or name != "compile")]
                 swept.append(case("sweep", op, resized, first, peers, few))

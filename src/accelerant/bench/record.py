@@ -441,8 +441,7 @@ class BenchmarkRecord:
     def to_json(self) -> str:
         """Return the record as JSON text with one row a line, so that files stay small and differences readable."""
         body = self.to_dict()
-        rows = ",\n".join(json.dumps(row) for row in body.pop("rows"))
-        if not rows:
+        if not (rows := ",\n".join(json.dumps(row) for row in body.pop("rows"))):
             return json.dumps({**body, "rows": []}, indent=1) + "\n"
         return f'{json.dumps(body, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
@@ -487,8 +486,7 @@ class BenchmarkRecord:
 
     def verdict(self) -> str:
         """Return in how many cases we are as fast as the fastest peer that ran, level, or slower; "" where none ran."""
-        ours = [row for row in self.rows if row.ours and row.speedup is not None]
-        if not ours:
+        if not (ours := [row for row in self.rows if row.ours and row.speedup is not None]):
             return ""
         level, slower = sum(row.level for row in ours), sum(row.slower for row in ours)
         text = f"at least as fast as the fastest peer in {len(ours) - level - slower} of {len(ours)} cases"
@@ -552,8 +550,7 @@ class Journal:
         lines = read_regular(path, 1 << 30).splitlines(keepends=True) if path.exists() else []
         if lines and not resume:
             raise ConfigError(f"{path} is of an earlier run: --resume goes on with it, another folder starts a new one")
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if whole:
+        if whole := [line for line in lines if line.endswith(b"\n")]:
             self._read(whole, record)
         if lines:
             with open(open_regular(path, os.O_RDWR), "r+b") as file:  # the next line must not continue a torn one

@@ -116,8 +116,7 @@ def _figures(record: BenchmarkRecord, cases: Cases) -> list[tuple[str, str, str]
         about = f"cases at least as fast as the fastest peer{also}"
         items.append(("Against peers", f"{won} of {len(contested)}", about))
         items.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
-    aimed = [row for row in record.rows if row.aims and row.compared]
-    if aimed:
+    if aimed := [row for row in record.rows if row.aims and row.compared]:
         items.append(("Targets", f"{sum(_met(row, cases) for row in aimed)} of {len(aimed)}", "reached"))
     for name, value in record.ceilings.items():
         what, _, unit = name.rpartition(" ")
@@ -402,8 +401,7 @@ def _change(before: Row, now: Row | None) -> Change:
         return Change(before, now, 1.0, 0.0, "missing")
     low, middle, high = _costs(before)
     low_now, middle_now, high_now = _costs(now)
-    worse = middle_now / middle
-    if worse >= 1:
+    if (worse := middle_now / middle) >= 1:
         noise = ((high - middle) + (middle_now - low_now)) / middle
         verdict: Verdict = "slower" if worse > 1 + _TIMES_NOISE * noise else "unclear"
         return Change(before, now, worse, noise, verdict if worse > 1 + _LEAST else "same")

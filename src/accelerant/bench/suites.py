@@ -450,8 +450,7 @@ def compile_first(
     limit_s: float, share: float | None = None,
 ) -> None:  # fmt: skip
     """Compile what the cases left need, in at most half of the run's time, or note that `limit_s` was too short."""
-    left = {case.key for case in run.left(cases)}
-    if not left:
+    if not (left := {case.key for case in run.left(cases)}):
         return
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the server process must not start the driver

@@ -54,8 +54,7 @@ class _SuiteGroup(HelpGroup):
         program = f"accelerant bench {cmd_name}"
         if cmd_name in _SUITES:
             return typer.main.get_command(_suite_app(_load(cmd_name), program))
-        found = super().get_command(ctx, cmd_name)
-        if found is None and cmd_name in _ops():
+        if (found := super().get_command(ctx, cmd_name)) is None and cmd_name in _ops():
             found = typer.main.get_command(_suite_app(_load("neural"), program, op=cmd_name))
         return found
 

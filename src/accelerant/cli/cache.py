@@ -294,8 +294,7 @@ def clear(
     """Remove compiled kernels; they are compiled again at their next use."""
     from accelerant.runtime.compilation.cache import KernelCache
 
-    entries = _selected(KernelCache().entries(), names)
-    if entries and not yes:
+    if (entries := _selected(KernelCache().entries(), names)) and not yes:
         if json_output or not sys.stdin.isatty():
             raise ConfigError(
                 f"clearing {len(entries)} of the cache's entries needs --yes without a terminal to ask on"

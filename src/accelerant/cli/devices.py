@@ -128,8 +128,7 @@ def _watch(devices: list[ComputeDevice], interval: float) -> None:
                 live.update(Group(*_view(samples, live.console.width, sort, keys=True)), refresh=True)
                 until = max(time.monotonic() + 0.05, began + interval)
                 while not ended and time.monotonic() < until:
-                    key = keys(min(0.1, until - time.monotonic()))
-                    if key == "q":
+                    if (key := keys(min(0.1, until - time.monotonic()))) == "q":
                         return
                     if key in _SORTS:
                         sort = _SORTS[key]

@@ -150,8 +150,7 @@ def _nvidia_is_there() -> bool:
 
 
 def _driver() -> Iterator[Check]:
-    reason = registry.reason_absent("cuda")
-    if not reason:
+    if not (reason := registry.reason_absent("cuda")):
         devices = registry.create("cuda").devices()
         version, supported = driver_version(), devices[0].properties["driver"]
         needed = minimum_driver(str(torch.version.cuda))
@@ -406,8 +405,7 @@ def prove(device: ComputeDevice) -> Iterator[Check]:
         marks.append((start, provider.record_event(device.index)))
     provider.synchronize(device.index)
     times = [start.elapsed_ms(stop) for start, stop in marks if start is not None and stop is not None]
-    best = min(times, default=0.0)
-    if best <= 0.0:
+    if (best := min(times, default=0.0)) <= 0.0:
         yield Check(label, "failed", f"the result is right, but the device's events say {best} ms", "update the driver")
         return
     took = f"{best:.3f} ms by events ({24 * launch.n / best / 1e6:,.0f} GB/s)"
@@ -441,8 +439,7 @@ def _observed(
             launch.start()
         provider.synchronize(device.index)
         seen = sample(device)
-        peak = max(peak, seen.utilisation_percent or 0.0)
-        if peak >= 50.0:
+        if (peak := max(peak, seen.utilisation_percent or 0.0)) >= 50.0:
             break
     memory = _memory_seen(before, seen, sum(buffer.size_bytes for buffer in launch.buffers))
     if seen.utilisation_percent is None:
@@ -463,7 +460,6 @@ def _memory_seen(before: Sample, seen: Sample, held: int) -> str:
     mine = [process for process in seen.processes or () if process.pid == os.getpid() and process.memory_bytes]
     if mine:
         return f"{(mine[0].memory_bytes or 0) / 2**20:,.0f} MiB held by this process"
-    rise = (seen.memory_used_bytes or 0) - (before.memory_used_bytes or 0)
-    if rise >= held:
+    if (rise := (seen.memory_used_bytes or 0) - (before.memory_used_bytes or 0)) >= held:
         return f"{rise / 2**20:,.0f} MiB more in use (NVML does not list this process: it runs in a container)"
     return f"no rise of the device's memory in use ({rise / 2**20:,.0f} MiB, {held / 2**20:,.0f} are held)"

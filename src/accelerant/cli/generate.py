@@ -180,8 +180,7 @@ def answer_events(
     """Yield the events of an answer, of as many tokens as the context has room for."""
     from accelerant.nn.serving import Engine
 
-    room = model.config.context - len(ids)
-    if room < 1:
+    if (room := model.config.context - len(ids)) < 1:
         raise ConfigError(f"the prompt has {len(ids):,} tokens, and the model reads {model.config.context:,}")
     tokens = min(tokens, room)
     blocks = -(-(len(ids) + tokens) // _BLOCK)

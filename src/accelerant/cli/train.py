@@ -581,8 +581,7 @@ def joined(device: torch.device) -> Iterator[None]:
 
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ConfigError(f"WORLD_SIZE is {world_size()} and {missing[0]} is not set: start with --gpus, or torchrun")
-    own = launch_id().startswith(OWN_LAUNCH)
-    if own:
+    if own := launch_id().startswith(OWN_LAUNCH):
         _end_with(int(launch_id().split("-")[1]))
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:

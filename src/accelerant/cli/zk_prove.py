@@ -102,8 +102,7 @@ def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
 
     used = {os.path.realpath(source): "is also to be read" for source in sources}
     for target in targets:
-        resolved = str(writable_target(target))
-        if resolved in used:
+        if (resolved := str(writable_target(target))) in used:
             raise ConfigError(f"{target} is to be written, and {used[resolved]}: give another name")
         used[resolved] = "so is another file"
     return [Path(resolved) for resolved in list(used)[-len(targets) :]]

@@ -88,8 +88,7 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
         raise ConfigError(f"precision must be bfloat16, float16, float32 or None, got {precision}")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedCase(f"this {type(model).__name__} is sharded already")
-    blocks = _blocks(model)
-    if not blocks:
+    if not (blocks := _blocks(model)):
         raise UnsupportedCase(
             f"shard takes a model with blocks in an nn.ModuleList, {type(model).__name__} has none: call torch's "
             "fully_shard on its parts"
@@ -301,8 +300,7 @@ class _TensorParallelLlama(Llama):
 
     def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write the whole model from the first process, as LanguageModel.save_pretrained; every process calls it."""
-        state = whole_state_dict(self)
-        if state:
+        if state := whole_state_dict(self):
             with torch.device("meta"):
                 whole = Llama(self.config)
             whole.load_state_dict(state, assign=True)
@@ -424,8 +422,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         layer: Any = model.get_submodule(name.rpartition(".")[0])
-        sections = getattr(layer, "sections", ())
-        if sections:
+        if sections := getattr(layer, "sections", ()):
             size = layer.mesh.size()
             parts = [part.split([rows // size for rows in sections]) for part in whole.chunk(size)]
             whole = torch.cat([part[number] for number in range(len(sections)) for part in parts])

@@ -341,8 +341,7 @@ def _kernel(step: _Step, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None,
         if layer.ceil_mode or layer.divisor_override or sizes["padding"]:
             raise ConfigError(f'{step.name}: mode="exact" takes pools without padding, ceil_mode or divisor_override')
         weight = torch.eye(shape[0]).double()[:, :, None, None].expand(-1, -1, side, side) / side**2
-    padding = sizes["padding"]
-    if padding >= min(weight.shape[2:]):
+    if (padding := sizes["padding"]) >= min(weight.shape[2:]):
         raise ConfigError(f"{step.name}: it has the padding {padding}, which must be below its kernel's size")
     smaller = any(n + 2 * padding < k for n, k in zip(shape[1:], weight.shape[2:], strict=True))
     if weight.shape[1] != shape[0] or smaller:

@@ -546,8 +546,7 @@ class LowWeights:
         """Return a parameter's copy, created on the first request."""
         if dtype != self._dtype:
             return weight.detach().to(dtype)
-        copy = self._by_id.get(id(weight))
-        if copy is None:
+        if (copy := self._by_id.get(id(weight))) is None:
             copy = weight.detach().to(dtype)
             self._sources.append(weight)  # kept alive, so that its id stays unique
             self._copies.append(copy)
@@ -595,8 +594,7 @@ def float8_of(weight: Tensor) -> Float8Weight | None:
 
 def require_float8(device: torch.device) -> None:
     """Raise ConfigError unless a device multiplies 8-bit floating-point numbers."""
-    reason = refuses_device(device)
-    if reason is not None:
+    if (reason := refuses_device(device)) is not None:
         needs = "an NVIDIA GPU of compute capability 8.9 or more"
         raise ConfigError(f"precision fp8 needs {needs}, {reason}: use bfloat16")
 

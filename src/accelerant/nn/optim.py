@@ -218,8 +218,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             present = [i for i, grad in enumerate(grads) if grad is not None]
             if len(present) < len(grads):
                 key = (device, tuple(present))
-                subset = self._subsets.get(key)
-                if subset is None:
+                if (subset := self._subsets.get(key)) is None:
                     if len(self._subsets) >= _SUBSETS_LIMIT:
                         self._subsets.clear()
                     subset = self._subsets[key] = owned.subset(present)
@@ -236,8 +235,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             columns: dict[str, Any] = dict(zip(Tensors._fields[:6], tensors[:6], strict=True))
             columns = {name: [None if x is None else _local(x) for x in each] for name, each in columns.items()}
             tensors = tensors._replace(**columns)
-        workspace = self._workspaces.get(device)
-        if workspace is None:
+        if (workspace := self._workspaces.get(device)) is None:
             workspace = self._workspaces[device] = Workspace(device)
         groups = [self._group(group, device) for group in self.param_groups]
         scale, found_inf = (  # of torch.amp.GradScaler
@@ -512,8 +510,7 @@ def clip_grad_norm_(
     """
     _check_non_negative("max_norm", max_norm)
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [param.grad for param in params if param.grad is not None]
-    if not grads:
+    if not (grads := [param.grad for param in params if param.grad is not None]):
         return torch.tensor(0.0)
     norm: Tensor
     if any(map(is_distributed, grads)):
@@ -531,8 +528,7 @@ def clip_grad_norm_(
         by_device.setdefault(grad.device, []).append(grad)
     calls = []
     for device, local in by_device.items():
-        workspace = _clipping.get(device)
-        if workspace is None:
+        if (workspace := _clipping.get(device)) is None:
             workspace = _clipping[device] = Workspace(device)
         table = workspace.table(Tensors([], local, [], [], [], [], []))
         case = case_of(table, device)

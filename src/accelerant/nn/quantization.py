@@ -356,8 +356,7 @@ def quantize(
         raise ConfigError(f"mode must be one of {_MODES}, or 'exact', which alone takes examples, got {what}")
     if isinstance(model, _KINDS):
         raise ConfigError("quantize takes a model that has linear layers, not a layer: see LinearInt8.from_linear")
-    occurrences = list(_linear_layers(model))
-    if not occurrences:
+    if not (occurrences := list(_linear_layers(model))):
         raise ConfigError(f"{type(model).__name__} has no linear layer: there is nothing to quantize")
     before = _size_bytes(model)
     if not inplace:

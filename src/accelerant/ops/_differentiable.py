@@ -335,8 +335,7 @@ class CpuFastPath:
         # Tensors that are one object do not tell the order of keywords.
         same = len(set(map(id, tensors))) == count <= len(given) and all(map(is_, tensors, given))
         if same and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
-            op = bound(given, results, first)
-            if op is None:
+            if (op := bound(given, results, first)) is None:
                 return y
             for shape, known in list(self._known.items()):
                 self._known[shape] = tuple(each for each in known if each[-1][-1] is None)
@@ -511,8 +510,7 @@ class DifferentiableOp:
         cpu = self._cpu
         learns = False
         for position in self._tensors:
-            x = args[position]
-            if x is not None:
+            if (x := args[position]) is not None:
                 if cpu is None or not x.is_cpu or type(x) not in _TENSORS:
                     if not _library.ordinary_keys.get(keys_of(x).raw_repr()) and not is_ordinary(x):
                         return self._cut(self._op(*args))
@@ -521,8 +519,7 @@ class DifferentiableOp:
         small = cpu is None and self._cpu is not None and self._cpu.thread.small
         cpu = self._cpu if small else cpu
         if cpu is not None:
-            case = self._cpu_case(*args)
-            if case is not None:
+            if (case := self._cpu_case(*args)) is not None:
                 case = case._replace(options=(*case.options, FEW_ELEMENTS)) if small else case
                 result = cpu.run(self._operation, case, args + cpu.args)
                 if result is not NotImplemented:
@@ -626,10 +623,8 @@ class DifferentiableOp:
     def _gradients(
         self, ctx: Any, dys: tuple[Tensor | None, ...], bound: Callable[..., Any] | None = None
     ) -> tuple[Tensor | None, ...]:
-        first = dys[0]
-        if first is None:
-            first = next((dy for dy in dys if dy is not None), None)
-            if first is None:
+        if (first := dys[0]) is None:
+            if (first := next((dy for dy in dys if dy is not None), None)) is None:
                 return (None,) * self._width
         needs = self._needs(ctx)
         for position, entry in self._shared:
@@ -687,8 +682,7 @@ class DifferentiableOp:
 
     def _padded(self, composite: Callable[..., Any]) -> Callable[..., Any]:
         """Return the composite with an empty tensor for each result that is not public, as the schema has it."""
-        hidden = self._outputs - self.public
-        if not hidden:
+        if not (hidden := self._outputs - self.public):
             return composite
 
         def run(*args: Any) -> Any:

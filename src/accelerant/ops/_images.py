@@ -56,8 +56,7 @@ def output_sizes(
     for i, which in ((0, "height"), (1, "width")):
         size = x.shape[2 + i]
         free = size + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1
-        count = (free + (stride[i] - 1 if ceil else 0)) // stride[i] + 1
-        if count < 1 or not size:
+        if (count := (free + (stride[i] - 1 if ceil else 0)) // stride[i] + 1) < 1 or not size:
             raise ShapeError(
                 f"a kernel of {clipped(kernel[i])} with dilation {clipped(dilation[i])} does not fit into {which} "
                 f"{size} with padding {clipped(padding[i])}; x is {tuple(x.shape)}"

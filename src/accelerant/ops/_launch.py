@@ -106,16 +106,14 @@ class Repeats:
 
     def start(self, key: Hashable, pointers: Sequence[int]) -> bool:
         """Launch what a key stands for on other pointers; False where that is not known."""
-        known = self._known.get(key)
-        if known is None:
+        if (known := self._known.get(key)) is None:
             return False
         _start(known, pointers)
         return True
 
     def bound(self, key: Hashable) -> Callable[[Sequence[int]], None] | None:
         """Return `start` of a key, or None where that is not known; plans that change later do not change it."""
-        known = self._known.get(key)
-        return None if known is None else functools.partial(_start, known)
+        return None if (known := self._known.get(key)) is None else functools.partial(_start, known)
 
     @contextlib.contextmanager
     def recorded(self, key: Hashable, pointers: Sequence[int]) -> Iterator[None]:
@@ -228,8 +226,7 @@ def launch_wide_rows(
 @functools.cache
 def quantizing_plan(N: int) -> RowTile:
     """Return the default plan of kernels that scale and round whole rows: about 4096 elements, 16 or 32 per thread."""
-    block_n = max(16, next_power_of_2(N))
-    if block_n <= 2048:
+    if (block_n := max(16, next_power_of_2(N))) <= 2048:
         return RowTile(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
     return RowTile(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
 

@@ -111,8 +111,7 @@ def _run_composite(composite: Callable[..., Any], kind: type, op: object, types:
 def is_ordinary(x: Tensor) -> bool:
     """Return whether x is memory of a device, no subclass and no transform's wrapper."""
     keys = keys_of(x).raw_repr()
-    ordinary = ordinary_keys.get(keys)
-    if ordinary is None:
+    if (ordinary := ordinary_keys.get(keys)) is None:
         usual = 0
         if x.device.type != "meta":
             with torch.inference_mode(False):  # tensors of inference mode lack autograd's keys

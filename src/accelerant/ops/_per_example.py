@@ -146,5 +146,4 @@ def announce(sink: PerExampleSink, x: Tensor, *parameters: Tensor | None) -> int
 
 def examples_of(sink: PerExampleSink, rows: int) -> int:
     """Return the number of examples for a function that sees only their rows; the rows where it is not known."""
-    found = sink.examples
-    return rows if found is None else found
+    return rows if (found := sink.examples) is None else found

@@ -46,8 +46,7 @@ def temporary_path(path: Path) -> Path:
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file; OSError for others, which may hang, and symlinks to write. `flags` lacks O_TRUNC."""
-    writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
-    if writes and os.path.islink(path):
+    if (writes := bool(flags & (os.O_WRONLY | os.O_RDWR))) and os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a symlink, which is not written through", str(path))
     more = {"O_BINARY", "O_NOCTTY", "O_NONBLOCK", *(["O_NOFOLLOW"] if writes else [])}
     for name in more:
@@ -75,8 +74,7 @@ def _virtual_devices() -> set[int]:
 def read_regular(path: Path | str, most_bytes: int = 1 << 26) -> bytes:
     """Return the contents of a regular file; raise OSError for another, or a longer one."""
     with open(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most_bytes:
+        if (size := os.fstat(file.fileno()).st_size) > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most_bytes:,}", str(path))
         return file.read(size)
 

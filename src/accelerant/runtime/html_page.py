@@ -51,8 +51,7 @@ def text_table(
     rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), width: int | None = None, indent: int = 0
 ) -> list[str]:
     """Return the lines of a table whose first row has the names; one cell alone is a heading, `numbers` align right."""
-    whole = [tuple(row) for row in rows]
-    if not whole:
+    if not (whole := [tuple(row) for row in rows]):
         return []
     if width is None and sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
@@ -62,8 +61,7 @@ def text_table(
     words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
     for least in (words, [_NARROWEST] * len(sizes)):  # words break only where that is not enough
         while width is not None and sum(sizes) + _GAP * (len(sizes) - 1) > width - indent:
-            can = [i for i, size in enumerate(sizes) if not right[i] and size > least[i]]
-            if not can:
+            if not (can := [i for i, size in enumerate(sizes) if not right[i] and size > least[i]]):
                 break
             sizes[max(can, key=sizes.__getitem__)] -= 1
     lines = []
@@ -167,8 +165,7 @@ def line_chart(
 ) -> str:
     """Return lines over one pair of axes as an `<svg>` element; points that are not finite are left out."""
     drawn = [(line, _drawable(line.points)) for line in lines]
-    shown = [(line, _thinned(points)) for line, points in drawn if points]
-    if not shown:
+    if not (shown := [(line, _thinned(points)) for line, points in drawn if points]):
         return '<p class="empty">No steps were recorded.</p>'
     xs = [x for _, points in shown for x, _ in points]
     ys = [y for _, points in shown for _, y in points] + [reference.y for reference in references]

@@ -84,8 +84,7 @@ class OpRecord:
 
     def total_ms(self, calls: int, *, first: bool) -> float | None:
         """Return the time of so many calls by the mean of the samples; None if none was timed."""
-        samples = self.samples_ms or ([] if self.first_ms is None else [self.first_ms])
-        if not samples:
+        if not (samples := self.samples_ms or ([] if self.first_ms is None else [self.first_ms])):
             return None
         mean = sum(samples) / len(samples)
         return mean * calls + (self.first_ms - mean if first and self.first_ms is not None else 0.0)
@@ -229,8 +228,7 @@ class Ledger:
 
     def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
         """Record the event after a timed call."""
-        stop = self.mark(record, provider, device)
-        if stop is None:
+        if (stop := self.mark(record, provider, device)) is None:
             return
         with self.lock:
             self._pending.append((record, start, stop))
@@ -675,8 +673,7 @@ class RecordedLaunch:
 def compiled(space: LaunchMemory, source: KernelSource, entry: str) -> Kernel:
     """Return the kernel of an entry point, compiled on first use; the name of a source determines its text."""
     key = (source.name, entry, space.backend, space.index)
-    kernel = _kernels.get(key)
-    if kernel is None:
+    if (kernel := _kernels.get(key)) is None:
         kernel = _kernels[key] = space.provider.compile(source, entry=entry, device=space.index)
     return kernel
 

@@ -564,8 +564,7 @@ class ComputeProvider(ABC):
         """Raise OutOfMemory for an allocation that would pass a limit, ShapeError for a negative size."""
         if size_bytes < 0:
             raise ShapeError(f"cannot allocate {size_bytes} bytes")
-        limits = allocation_limits.get((self.name, device))
-        if not limits:
+        if not (limits := allocation_limits.get((self.name, device))):
             return
         held = self.memory(device).allocated_bytes
         if held + size_bytes > min(limits):

@@ -163,10 +163,8 @@ def _probed(name: str) -> str:
 def backend_named(name: object) -> str:
     """Return the backend, or "auto", of a name in any case, also a maker's ("nvidia"); else ConfigError."""
     text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
-    found = _ALIASES.get(text, text)
-    if found == "gpu":
-        chosen = _automatic_choice().backend
-        return "cuda" if chosen == "cpu" else chosen
+    if (found := _ALIASES.get(text, text)) == "gpu":
+        return "cuda" if (chosen := _automatic_choice().backend) == "cpu" else chosen
     if found not in (*BACKENDS, "auto") and found not in backends():
         known = ", ".join(backends())
         raise ConfigError(f"unknown backend {name!r}{similar(text, (*backends(), *_ALIASES))}; known are {known}")
@@ -215,13 +213,11 @@ def automatic_backends() -> list[str]:
 
 def create(name: str) -> ComputeProvider:
     """Return the provider of a backend, made on first use; raise BackendUnavailable without one."""
-    provider = _created.get(name)
-    if provider is not None:
+    if (provider := _created.get(name)) is not None:
         return provider
     with _lock:
         name = backend_named(name)
-        reason = reason_absent(name)
-        if reason:
+        if reason := reason_absent(name):
             raise BackendUnavailable(name, reason)
         if name not in _created:
             try:
@@ -345,8 +341,7 @@ def find_device(device: DeviceLike = None, *, index: int | None = None, torch_te
     number = index if number is None else number
     if name == "auto":
         name = backend_named(settings().backend)
-    automatic = name == "auto"
-    if automatic:
+    if automatic := name == "auto":
         chosen = _automatic_choice(torch_tensors=torch_tensors)
         if not number:
             current = chosen if number == 0 else _current(chosen)
@@ -403,19 +398,16 @@ def find_devices(devices: DeviceLike | Iterable[DeviceLike]) -> list[ComputeDevi
     Raises as find_device does; ConfigError also for an empty sequence.
     """
     several = devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
-    found = [find_device(device) for device in several]
-    if not found:
+    if not (found := [find_device(device) for device in several]):
         raise ConfigError(f"devices must be at least one of them; each is {_FORMS}; got {clipped(devices)}")
     return found
 
 
 def provider_of(device: torch.device) -> ComputeProvider:
     """Return the provider of a torch device's tensors, without kernels if no backend serves it, or raise."""
-    name = _server(device.type)
-    if name:
+    if name := _server(device.type):
         return create(name)
-    provider = _created.get(device.type)
-    if provider is None:
+    if (provider := _created.get(device.type)) is None:
         from accelerant.runtime.providers.torch_devices import torch_provider  # imports torch, as its callers have
 
         provider = _created[device.type] = torch_provider(device.type)

@@ -66,11 +66,9 @@ def is_limited() -> bool:
 
 def check_time(reached: str, wait: Callable[[], object] | None = None) -> None:
     """Raise TimeLimitExceeded if the time, with that of `wait`, is over; `reached` says "after 2 of 3 passes"."""
-    limit = _limit.get()
-    if limit is None:
+    if (limit := _limit.get()) is None:
         return
     if wait is not None:
         wait()
-    spent = time.monotonic() - limit.began_s
-    if spent > limit.timeout_s:
+    if (spent := time.monotonic() - limit.began_s) > limit.timeout_s:
         raise TimeLimitExceeded(f"{limit.name}: {spent:.3g} s of at most {limit.timeout_s:g} s {reached}")

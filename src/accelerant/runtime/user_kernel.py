@@ -211,8 +211,7 @@ class UserKernel:
             BoundsError, DivergenceError: an access out of bounds, or a NaN that was not there before; checked under the
                 setting `debug`, which waits for the kernel.
         """
-        with_grid = len(args) == self._given + 2
-        if not with_grid and len(args) != self._given:
+        if not (with_grid := len(args) == self._given + 2) and len(args) != self._given:
             filled = f" and fills in {len(self._measures)}" if self._measures else ""
             raise LaunchError(
                 f"{repr(self)[1:-1]} takes {self._given} arguments{filled}, got {max(0, len(args) - 2)} after the grid "
@@ -446,8 +445,7 @@ class UserKernel:
 
     def _default(self) -> ComputeDevice:
         """Return the device for arrays of the host."""
-        setting = settings().backend
-        if setting not in self._defaults:
+        if (setting := settings().backend) not in self._defaults:
             self._defaults[setting] = self._first_device()
         return self._defaults[setting]
 
@@ -462,8 +460,7 @@ class UserKernel:
         raise BackendUnavailable(wanted, f"{reason}; {self.name!r} is {language}: only portable C runs on the CPU")
 
     def _on(self, device: ComputeDevice, debug: bool = False) -> tuple[ComputeDevice, ComputeProvider, Kernel]:
-        found = self._kernels.get((device.label, debug))
-        if found is None:
+        if (found := self._kernels.get((device.label, debug))) is None:
             provider = registry.create(device.backend)
             if self.dialect not in provider.dialects:
                 known = ", ".join(_LANGUAGES[each] for each in provider.dialects if each in _LANGUAGES) or "no kernels"
@@ -479,8 +476,7 @@ class UserKernel:
         return found
 
     def _stream(self, arrays: Sequence[_Array]) -> int | None:
-        streams = {array.stream for array in arrays if array.stream is not None}
-        if not streams:
+        if not (streams := {array.stream for array in arrays if array.stream is not None}):
             return None
         import torch
 
@@ -516,8 +512,7 @@ class UserKernel:
             if buffer is not None and not value.device:
                 value.write(provider.copy_to_host(buffer, np.uint8, (buffer.size_bytes,)))
             if value.result is not None:
-                given = value.owner[0]
-                if given is value.result:
+                if (given := value.owner[0]) is value.result:
                     import torch
 
                     if not given.is_inference():

@@ -120,8 +120,7 @@ register("triu", "triu_")(partial(_triangle, name="triu", sign=">="))
 
 @register("cat")
 def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
-    parts = [x for x in tensors if not (x.dim() == 1 and not x.numel())]
-    if not parts:
+    if not (parts := [x for x in tensors if not (x.dim() == 1 and not x.numel())]):
         return NotImplemented
     dtype = parts[0].dtype
     for x in parts[1:]:
@@ -404,13 +403,11 @@ def _merged(x: DeviceTensor, dim: int, count: int) -> DeviceTensor | None:
 @register("index.Tensor")
 def _index(place: TensorDevice, x: Any, indices: Sequence[Any]) -> Any:
     x = operand(place, x)
-    found = _linear(place, x, indices)
-    if found is None:
+    if (found := _linear(place, x, indices)) is None:
         return NotImplemented
     linear, shape, dim = found
     count = sum(index is not None for index in indices)
-    merged = _merged(x, dim, count)
-    if merged is None:
+    if (merged := _merged(x, dim, count)) is None:
         merged = _merged(place.contiguous(x), dim, count)
     out = _index_select(place, merged, dim, vector(place, linear))
     return out if out is NotImplemented else strided(out, shape, place.empty(shape, torch.bool).stride())
@@ -421,13 +418,11 @@ def _index_put_(
     place: TensorDevice, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False,
     *, out: DeviceTensor | None = None,
 ) -> Any:  # fmt: skip
-    found = _linear(place, x, indices)
-    if found is None or values.dtype != x.dtype:
+    if (found := _linear(place, x, indices)) is None or values.dtype != x.dtype:
         return NotImplemented
     linear, shape, dim = found
     count = sum(index is not None for index in indices)
-    merged = _merged(x, dim, count)
-    if merged is None:
+    if (merged := _merged(x, dim, count)) is None:
         return NotImplemented
     source = elementwise(place, "{0}", (values,), x.dtype, out=place.empty(shape, x.dtype))
     flat = [*shape[:dim], linear.numel(), *x.shape[dim + count :]]

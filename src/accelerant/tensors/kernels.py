@@ -358,8 +358,7 @@ class GeneratedKernels(TensorDevice):
         bound = [self._bound(x) for x in operands]
         layouts = [(x.shape, x.stride(), at, x.dtype) for x, (_, at) in zip(operands, bound)]  # noqa: B905  a hot path
         key = (write.__name__, args, len(scalars), len(integers), *layouts)
-        known = self._launches.get(key)
-        if known is None:
+        if (known := self._launches.get(key)) is None:
             names = (names or ("out", *(f"x{at}" for at in range(len(operands)))))[: len(operands)]
             named = dict(zip(names, operands, strict=True))
             text = self.text(named, [at for _, at in bound], len(scalars), len(integers))

@@ -467,8 +467,7 @@ def _beside(parameter: Tensor, x: Any) -> Any:
 
 
 def _moved(x: Tensor, device: registry.DeviceLike) -> Tensor:
-    place = tensor_device(device)
-    if place is not None:
+    if (place := tensor_device(device)) is not None:
         _follow_optimizers()
     if isinstance(x, DeviceTensor):
         if x.place is place:
@@ -589,8 +588,7 @@ def _run(_: type, func: Any, types: object, args: Sequence[Any] = (), kwargs: Ma
         return _on_host(func, place, args, kwargs, reason="it writes a tensor of the host")
     if handler is _view or handler is _reshape:
         return handler(func, place, args, kwargs)
-    record = _records.get((func, place))
-    if record is None:
+    if (record := _records.get((func, place))) is None:
         kind = "composite" if func.namespace == "accelerant" else "aten table"
         name = place.provider.name
         new = OpRecord(str(func), kind, name, place.label, "", True, reason=f"the table of {name}")
@@ -627,8 +625,7 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
         _nested.add(func)
         composite = composite_of[func._schema.name.partition("::")[2]]
         return lambda _, *args: composite(*args)
-    known = place.overrides.get(func) or TABLE.get(func)
-    if known is not None:
+    if (known := place.overrides.get(func) or TABLE.get(func)) is not None:
         return known
     if "c10d" in func.namespace:  # its operations write arguments that their schemas do not mark, and some later
         raise UnsupportedCase(f"{func}: torch.distributed moves no tensors of {place.label}; pass x.cpu()")

@@ -180,8 +180,7 @@ class WebgpuTensors(GeneratedKernels):
 
     def _load(self, dtype: torch.dtype, operand: str, index: str) -> str:
         """Return an element as f32, i32 or, of int64, vec2<u32>."""
-        size = dtype.itemsize
-        if size >= 4:
+        if (size := dtype.itemsize) >= 4:
             return f"{operand}[{index}]"
         word = f"({operand}[({index}) >> {2 if size == 1 else 1}u] >> u32((({index}) & {4 // size - 1}) * {8 * size}))"
         if dtype == torch.float16:
@@ -192,8 +191,7 @@ class WebgpuTensors(GeneratedKernels):
 
     def _store(self, dtype: torch.dtype, index: str, value: str, kind: str) -> str:
         """Return statements that write a value of a kind to an element of `out`."""
-        size = dtype.itemsize
-        if size >= 4:
+        if (size := dtype.itemsize) >= 4:
             return f"out[{index}] = {_converted(value, kind, self._kind(dtype))};"
         if dtype == torch.float16:
             bits = f"pack2x16float(vec2<f32>({_converted(value, kind, 'f32')}, 0.0))"
@@ -363,8 +361,7 @@ class WebgpuTensors(GeneratedKernels):
             return
         shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
         inputs = [_broadcast(x, shape) for x in inputs]
-        dim = _widest([out, *inputs], range(len(shape)))
-        if dim not in dims:
+        if (dim := _widest([out, *inputs], range(len(shape)))) not in dims:
             for _, (part, *of_inputs) in _halves([out, *inputs], dim):
                 self.reduce(part, kind, of_inputs, dims, pre=pre, post=post, scalars=scalars, compute=compute)
             return

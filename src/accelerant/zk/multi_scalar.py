@@ -433,8 +433,7 @@ def ntt(
         x = prime(x, reduce=reduce)
         return _of_array(x, device, devices, inverse=inverse, coset=coset, order=order).canonical()
     if coset is None and out is None and device is None and not reduce:
-        y = _checked_at_once(prime.parameters, x, inverse, order)
-        if y is not None:
+        if (y := _checked_at_once(prime.parameters, x, inverse, order)) is not None:
             return y
     x = memory_space.stacked(x, "x")
     if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):
@@ -469,8 +468,7 @@ def _of_array(x: FieldArray, device: DeviceLike, devices: Devices, *, coset: Any
 
 def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:
     """Transform words on a CUDA device by kernels that also check them; None as in field.launch.checked_at_once."""
-    space = cuda_space(field, x)
-    if space is None or not x.numel():
+    if (space := cuda_space(field, x)) is None or not x.numel():
         return None
     _check_points(field, x.shape)
     verdict = memory_space.DeviceVerdict.of(space)
@@ -480,8 +478,7 @@ def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _check_points(field: Field, shape: Any) -> None:
-    elements = element_shape(field, tuple(shape))
-    if not elements:
+    if not (elements := element_shape(field, tuple(shape))):
         raise ShapeError(f"ntt transforms along the last axis of elements; x of shape {tuple(shape)} has none")
     n, most = elements[-1], min(LOG_MOST, field.two_adicity)
     if n < 2 or n & (n - 1) or n > 1 << most:

@@ -127,8 +127,7 @@ def points_inward(curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, 
     if check == "curve" and curve.cofactor % 2 == 0:
         check = "subgroup"
     for test in _TESTS[check]:
-        index = launch.first_off(space, curve, test, words)
-        if index is not None:
+        if (index := launch.first_off(space, curve, test, words)) is not None:
             one = launch.from_montgomery(space, curve, space.getitem(words, (slice(index, index + 1),)))
             (point,) = decode_points(curve, space.store(one))
             what = "is not on" if test == "off_curve" else "is out of the subgroup of"

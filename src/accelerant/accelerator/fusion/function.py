@@ -360,15 +360,13 @@ class FusedFunction:
         """Return the function's result for these arrays and constants."""
         if not (options or observers or choice_overrides or is_dynamo_compiling()):
             for quick in self._quick:
-                result = quick(args)
-                if result is not None:
+                if (result := quick(args)) is not None:
                     return result
         if torch.compiler.is_compiling() or any(isinstance(x, recorder.Traced) for x in (*args, *options.values())):
             return self._function(*args, **options)
         out = options.pop("out", None) if self._writes_out else None
         call = _Call.of(args, options)
-        arrays = call.arrays
-        if not arrays:
+        if not (arrays := call.arrays):
             raise UnsupportedDtype(
                 f"{self._name[6:]} takes at least one array of torch, NumPy, CuPy or JAX: numpy.asarray(x)"
             )
@@ -422,8 +420,7 @@ class FusedFunction:
     def _written_by_c(self, plan: _Specialization, tensors: Sequence[Tensor], targets: Sequence[Any]) -> bool:
         """Run portable C into `targets` if it was chosen before and their layouts allow it; return whether it ran."""
         program, shape = plan.trace.program, plan.shape
-        chosen = self._served_by_c(plan, tensors)
-        if chosen is None or choice_overrides:
+        if (chosen := self._served_by_c(plan, tensors)) is None or choice_overrides:
             return False
         inputs = plan.inputs(tensors)
         read = [inputs[i] for i in program.used]
@@ -491,8 +488,7 @@ class FusedFunction:
         if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
             operation = _operation(f"{self._name}_fwd")
             case = _case(program, shape, flat[0].device, True)
-            alone = operation.torch_autograd_plan(case)
-            if alone is not None:
+            if (alone := operation.torch_autograd_plan(case)) is not None:
                 results: tuple[Tensor, ...] = operation.execute(case, alone, (program, shape, *flat))
                 return results
             results = _Autograd.apply(self._name, program, shape, *flat)  # type: ignore[no-untyped-call]
@@ -585,8 +581,7 @@ class FusedFunction:
         def run(recording: Recording) -> tuple[Recording, list[Any], bool]:
             args, options = call.filled(recording.values)
             result = self._function(*args, **options)
-            single = not isinstance(result, (tuple, list))
-            if not single and not result:
+            if not (single := not isinstance(result, (tuple, list))) and not result:
                 raise UnsupportedCase(f"fuse: {self._name[6:]} returns nothing")
             return recording, [result] if single else list(result), single
 

@@ -62,8 +62,7 @@ def _empty(x: Traced) -> np.ndarray[Any, Any]:
 
 
 def _numpys(dtype: np.dtype[Any]) -> torch.dtype:
-    found = getattr(torch, dtype.name, None)
-    if found not in DTYPES:
+    if (found := getattr(torch, dtype.name, None)) not in DTYPES:
         raise TypeError(f"a result of {dtype.name}")
     return found  # type: ignore[no-any-return]
 
@@ -163,8 +162,7 @@ def _by_zero(op: str) -> Callable[..., Traced]:
     """Return floor_divide or remainder: of integers by zero, NumPy's are 0, and torch raises."""
 
     def function(x: Any, y: Any) -> Traced:
-        dtype = _dtype_of(x, y)
-        if dtype == torch.bool:
+        if (dtype := _dtype_of(x, y)) == torch.bool:
             raise TypeError("division of conditions")
         (a, b), as_numpy = _pair(x, y, dtype), traced(x, y)[0].recording.as_numpy
         if dtype.is_floating_point:

@@ -131,8 +131,7 @@ class ExpressionGraph:
 
     def _append(self, node: Node) -> Expr:
         key = (node, str(node.value))  # 0.0 and -0.0 are equal
-        index = self._known.get(key)
-        if index is None:
+        if (index := self._known.get(key)) is None:
             index = self._known[key] = len(self.nodes)
             self.nodes.append(node)
         return Expr(self, index)

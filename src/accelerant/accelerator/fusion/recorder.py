@@ -421,8 +421,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "pos")
 
 def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Record a call of a function by its name."""
-    function = FUNCTIONS.get(ALIASES.get(name, name))
-    if function is None:
+    if (function := FUNCTIONS.get(ALIASES.get(name, name))) is None:
         refuse(f"{name if library == 'operator' else f'{library}.{name}'} is not supported{_close(name)}")
     recording = traced(*args, *options.values())[0].recording
     args = tuple(recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x for x in args)

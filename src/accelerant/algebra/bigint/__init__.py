@@ -120,8 +120,7 @@ def check_exponents(numbers: Residues, exponents: Sequence[int], secret: bool) -
 
 def _on_every_core(run: Callable[[slice], list[Any]], count: int) -> list[Any]:
     """Return run(slice) over the parts of range(count), joined."""
-    threads = min(usable_cores(), count)
-    if threads < 2:
+    if (threads := min(usable_cores(), count)) < 2:
         return run(slice(0, count))
     parts = min(count, 4 * threads)  # a core may be busy with something else
     cuts = [count * i // parts for i in range(parts + 1)]
@@ -200,8 +199,7 @@ def limbs_of(modulus: int) -> int:
     """Return the words of a number, which lanes divide; ConfigError above 16384 bits or for an even modulus."""
     bits = max(1, int(modulus).bit_length())
     step = 16 if bits <= 8192 else 32
-    limbs = -(-bits // (32 * step)) * step
-    if limbs > _LIMBS_MOST or modulus % 2 == 0:
+    if (limbs := -(-bits // (32 * step)) * step) > _LIMBS_MOST or modulus % 2 == 0:
         raise ConfigError(f"a modulus is odd and has at most {32 * _LIMBS_MOST} bits, got {limbs * 32} or an even one")
     return limbs
 

@@ -74,8 +74,7 @@ def from_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Wor
 
 def add(space: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
     """Add points elementwise; ShapeError if x and y differ in length."""
-    n = _count(x)
-    if n != _count(y):
+    if (n := _count(x)) != _count(y):
         raise ShapeError(f"curve addition: wanted as many points on both sides, got {n} and {_count(y)}")
     z = space.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
     _run(space, curve, "add", (x, y, z), (n,), n)
@@ -108,8 +107,7 @@ def first_off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> in
         return None
     if test == "off_subgroup" and space is HOST and n >= _FEWEST and curve.cofactor % 2:
         return _first_out_of_subgroup(curve, x)
-    index = space.minimum(_firsts(space, curve, test, x, chunk))
-    return index if index < n else None
+    return index if (index := space.minimum(_firsts(space, curve, test, x, chunk))) < n else None
 
 
 def off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -206,8 +204,7 @@ def _sum(curve: Curve[Any], x: _Points, y: _Points) -> _Points:
 def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
     """Raise FormatError if a coefficient of canonical points, (..., *shape), is not below the modulus; names it."""
     field = curve.coordinates.base
-    index = field_launch.first_unreduced(space, field, points)
-    if index is not None:
+    if (index := field_launch.first_unreduced(space, field, points)) is not None:
         point, part = divmod(index, 2 * curve.coordinates.degree)
         value = field_launch.element(space, field, points, index)
         raise unreduced_coordinate(curve, f"{name}[{point}] (flattened)", part, value)

@@ -765,8 +765,7 @@ def _off_curve(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) ->
 
 def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, packed, code)
-    test = endomorphism(curve)
-    if test is None:
+    if (test := endomorphism(curve)) is None:
         _firsts(k, lambda _: constant(k.packs.mask, False))
         return
     # For BLS12's G1 the eigenvalue is x^2 - 1, x with six bits set: a third less work than by its own digits.

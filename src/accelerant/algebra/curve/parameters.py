@@ -75,8 +75,7 @@ class Family:
         if self.kind == "bn":
             x = math.isqrt((self.q - self.r) // 6)
             return x if _primes("bn", x)[0] == self.q else -x
-        x = self.q % self.r
-        return x - self.r if x > self.r // 2 else x
+        return x - self.r if (x := self.q % self.r) > self.r // 2 else x
 
     @property
     def trace(self) -> int:
@@ -401,8 +400,7 @@ def _g1_endomorphism(curve: Curve[Any], family: Family) -> Endomorphism:
     if eigenvalue**2 + eigenvalue + 1 != family.r:
         raise ValueError(f"{curve.name}: k^2 + k + 1 is not r for k = {eigenvalue}")
     root = pow(k.base.generator, (k.base.modulus - 1) // 3, k.base.modulus)
-    x = weierstrass.multiply(curve, eigenvalue, curve.generator)
-    if x is None:
+    if (x := weierstrass.multiply(curve, eigenvalue, curve.generator)) is None:
         raise ValueError(f"{curve.name}: the generator's order divides {eigenvalue}")
     beta = root if k.mul(root, curve.generator[0]) == x[0] else k.square(root)
     return Endomorphism(beta, k.one, eigenvalue)

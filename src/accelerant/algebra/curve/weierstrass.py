@@ -211,12 +211,10 @@ class QuadraticCoordinates(Coordinates[Pair]):
         if c1 == 0:
             x = prime.sqrt(c0)
             return (x, 0) if x is not None else (0, pow(-c0, (self._q + 1) // 4, self._q))
-        norm = prime.sqrt((c0 * c0 + c1 * c1) % self._q)
-        if norm is None:
+        if (norm := prime.sqrt((c0 * c0 + c1 * c1) % self._q)) is None:
             return None
         half = (self._q + 1) // 2
-        x = prime.sqrt((c0 + norm) * half % self._q)
-        if x is None:
+        if (x := prime.sqrt((c0 + norm) * half % self._q)) is None:
             x = pow((c0 - norm) * half, (self._q + 1) // 4, self._q)
         return x, c1 * half * prime.inv(x) % self._q
 
@@ -481,8 +479,7 @@ def _from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, index: int) -
     if flags not in (codes.infinity, codes.smaller, codes.larger):
         wanted = ", ".join(f"{flag:#04x}" for flag in sorted({codes.infinity, codes.smaller, codes.larger}))
         raise FormatError(f"points[{index}] has flags {flags:#04x} in byte 0; {layout} {curve.name} has {wanted}")
-    infinity_is_flagged = codes.infinity != codes.smaller
-    if infinity_is_flagged and flags == codes.infinity:
+    if (infinity_is_flagged := codes.infinity != codes.smaller) and flags == codes.infinity:
         if any(rest):
             raise FormatError(
                 f"points[{index}] is flagged as infinity but is 0x{data.hex()}, not zero except its flags"
@@ -492,13 +489,11 @@ def _from_bytes(curve: Curve[E], data: bytes, layout: PointLayout, index: int) -
     coefficients = [int.from_bytes(rest[i : i + size], "big") for i in range(0, len(rest), size)]
     values = _reordered(curve, layout, coefficients)
     if layout != "compressed":
-        point = _point(curve, values, index)
-        if point is None and infinity_is_flagged:
+        if (point := _point(curve, values, index)) is None and infinity_is_flagged:
             raise FormatError(f"points[{index}] is all zeros without the flag of infinity, {codes.infinity:#04x}")
         return point
     x = _element(curve, values, "x", index)
-    y = curve.coordinates.sqrt(curve.right_side(x))
-    if y is None:
+    if (y := curve.coordinates.sqrt(curve.right_side(x))) is None:
         raise FormatError(f"points[{index}] has x = {hexadecimal(x)}, with which no point is on {curve.name}")
     return x, y if curve.coordinates.is_larger(y) == (flags == codes.larger) else curve.coordinates.neg(y)
 

@@ -183,8 +183,7 @@ class PrimeField:
 
     def _map(self, op: str, arrays: Sequence[Any], device: DeviceLike, reduce: bool) -> Any:
         if device is None and reduce is False:
-            z = launch.checked_at_once(self.parameters, op, *arrays)
-            if z is not None:
+            if (z := launch.checked_at_once(self.parameters, op, *arrays)) is not None:
                 return z
         return self._each(
             lambda space, field, *words: launch.elementwise(space, field, op, "canonical", *words),
@@ -440,8 +439,7 @@ class FieldArray:
         return self.space.equal(x, y, len(host.tail_of(self.field.parameters)))
 
     def __ne__(self, other: object) -> Any:
-        same = self.__eq__(other)
-        return same if same is NotImplemented else ~same
+        return same if (same := self.__eq__(other)) is NotImplemented else ~same
 
     # --- NumPy ---------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,7 @@ def _are_words(field: Field, dtype: Any, last: tuple[int, ...]) -> bool:
 
 def checked_at_once(field: Field, op: str, *arrays: Any) -> Any:
     """Apply an operation by a kernel that also checks its words; None where the caller has to check before."""
-    space = cuda_space(field, *arrays)
-    if space is None or not arrays[0].numel():
+    if (space := cuda_space(field, *arrays)) is None or not arrays[0].numel():
         return None
     record, start = _prepared(space, field, op, arrays[0].shape, len(arrays), "canonical", checked=True)
     z, verdict = space.empty(arrays[0].shape, dtype_of(field)), DeviceVerdict.of(space)
@@ -122,8 +121,7 @@ def summed(space: MemorySpace, field: Field, x: Words, axis: int | None, form: R
 
 def dotted(space: MemorySpace, field: Field, x: Words, y: Words, form: Representation) -> Words:
     """Sum the products of words of one shape along the elements' last axis; ShapeError for single elements."""
-    shape = element_shape(field, x.shape)
-    if not shape:
+    if not (shape := element_shape(field, x.shape)):
         raise ShapeError("dot sums along the last axis; x and y are single elements")
     with _recorded(space, field, "dot", x.shape, form, 2, _count(field, x)):
         sums = _folded(space, field, _entry("dot", form), (x, y), math.prod(shape[:-1]))
@@ -173,8 +171,7 @@ def first_unreduced(space: MemorySpace, field: Field, x: Words) -> int | None:
         return None
     firsts = space.empty((-(-n // chunk),), np.dtype(np.int64))
     _launch(space, field, "field_unreduced", (x, firsts), (n, chunk), n, chunk)
-    index = space.minimum(firsts)
-    return index if index < n else None
+    return index if (index := space.minimum(firsts)) < n else None
 
 
 def element(space: MemorySpace, field: Field, x: Words, index: int) -> int:
@@ -185,8 +182,7 @@ def element(space: MemorySpace, field: Field, x: Words, index: int) -> int:
 
 def check_reduced(space: MemorySpace, field: Field, x: Words, name: str) -> None:
     """Raise FormatError if an element is not below the modulus; names the first one's index and value."""
-    index = first_unreduced(space, field, x)
-    if index is not None:
+    if (index := first_unreduced(space, field, x)) is not None:
         raise unreduced(name, index, element(space, field, x, index), field.modulus)
 
 

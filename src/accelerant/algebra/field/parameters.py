@@ -107,8 +107,7 @@ _FAMILY_NAMES = {"BN128": "bn254", "BN254": "bn254", "ALTBN128": "bn254", "BLS12
 def known_name(name: str) -> str:
     """Return a name with bn254 or bls12_381 in the place of what snarkjs calls it: bn128_g1 is bn254_g1."""
     family, group = (name[:-3], name[-3:]) if name.endswith(("_g1", "_g2", "_fr", "_fq")) else (name, "")
-    known = _FAMILY_NAMES.get(letters_of(family))
-    return name if known is None else known + group
+    return name if (known := _FAMILY_NAMES.get(letters_of(family))) is None else known + group
 
 
 def require_own_name(name: str) -> None:

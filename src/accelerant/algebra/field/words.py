@@ -64,8 +64,7 @@ def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") 
     size, modulus = field.size_bytes, field.modulus
     out = bytearray(size * array.size)
     for i, value in enumerate(array.reshape(-1).tolist()):
-        number = whole(value)
-        if number is None:
+        if (number := whole(value)) is None:
             raise UnsupportedDtype(f"{name}[{i}] (flattened) is {clipped(value)}, not an integer")
         if reduce:
             number %= modulus
@@ -85,8 +84,7 @@ def whole(value: Any) -> int | None:
 
 def index_of(value: object, name: str) -> int:
     """Return a Python or NumPy integer as int; UnsupportedDtype for anything else, booleans too."""
-    number = whole(value)
-    if number is None:
+    if (number := whole(value)) is None:
         raise UnsupportedDtype(f"{name} must be an integer, got {type(value).__name__} {clipped(value)}")
     return number
 

@@ -586,8 +586,7 @@ class CpuBases:
         bases = cls(curve, np.empty((0, width), np.uint64))
         storage = _aligned(8 * limit * width).view(np.uint64).reshape(limit, width)
         for chunk in chunks:
-            stop = bases.n + len(chunk)
-            if stop > limit or limit >= SIGN:
+            if (stop := bases.n + len(chunk)) > limit or limit >= SIGN:
                 raise ShapeError(f"wanted {limit:,} points at most, and fewer than {SIGN:,}; got {stop:,}")
             bases._enter(chunk, storage[bases.n : stop])
             bases.n = stop

@@ -71,8 +71,7 @@ def start_msm(
     Host arrays are copied in chunks by `load`. The scratch takes at most free_bytes, by default 0.8 of the free memory.
     `options` and errors are those of device_plan.
     """
-    n = int(scalars.shape[0])
-    if not n:
+    if not (n := int(scalars.shape[0])):
         return PendingMsm(space, curve, 0)
     options.setdefault("bins_fit", _bins_fit(space))
     if isinstance(points, np.ndarray):
@@ -185,8 +184,7 @@ class MsmRunner:
 
     def array(self, name: str) -> Words:
         """Return a scratch array, allocated at first use so that the first kernels start earlier."""
-        array = self._arrays.get(name)
-        if array is None:
+        if (array := self._arrays.get(name)) is None:
             array = self._arrays[name] = self.space.empty(*self._shapes[name])
         return array
 

@@ -164,8 +164,7 @@ def device_plan(
         if rounds is None and plan.rounds and plan.size_bytes(curve) > free_bytes:
             plan = _best_plan(order_bits, limbs, size, shared, window, segment, 0)
         plan = replace(plan, **{name: value for name, value in tuned.items() if value is not None})
-        needed = plan.size_bytes(curve)
-        if needed <= free_bytes and plan.entries <= MAX_INDICES:
+        if (needed := plan.size_bytes(curve)) <= free_bytes and plan.entries <= MAX_INDICES:
             return plan
         if size <= _MIN_CHUNK:
             raise OutOfMemory(

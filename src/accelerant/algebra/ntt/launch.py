@@ -104,8 +104,7 @@ class _Plans:
     def get(self, key: Hashable, make: Callable[[], NttPlan]) -> NttPlan:
         """Return a key's plan, made if there is none, outside the lock: of two threads both get the first one's."""
         with self._lock:
-            plan = self._kept.get(key)
-            if plan is not None:
+            if (plan := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return plan
         new = make()

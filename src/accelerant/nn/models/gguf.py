@@ -124,8 +124,7 @@ class GGUFFile:
             raise FormatError(f"cannot read {path}: {error}") from None
         self._reader = _Reader(head, str(path))
         metadata, infos = self._reader.header()
-        kind = metadata.get("general.architecture")
-        if kind not in _ARCHITECTURES:
+        if (kind := metadata.get("general.architecture")) not in _ARCHITECTURES:
             names = ", ".join(_ARCHITECTURES)
             raise UnsupportedCase(f"{path}: general.architecture must be one of {names}, got {clipped(kind)}")
         stored = self._placed(metadata, infos, size)
@@ -170,8 +169,7 @@ class _Reader:
         """Return the metadata, and shape (rows first), type and offset of each tensor."""
         if self._bytes(4) != _MAGIC:
             raise FormatError(f"{self._origin} is not a GGUF file")
-        version = self._number("<I")
-        if version not in _VERSIONS:
+        if (version := self._number("<I")) not in _VERSIONS:
             raise UnsupportedCase(f"{self._origin}: version {version} of GGUF is not supported, only 2 and 3 are")
         tensors, entries = self._count(), self._count()
         metadata: dict[str, Any] = {}
@@ -188,8 +186,7 @@ class _Reader:
         found[name] = read()
 
     def _info(self) -> tuple[tuple[int, ...], int, int]:
-        dimensions = self._number("<I")
-        if dimensions > 4:
+        if (dimensions := self._number("<I")) > 4:
             raise FormatError(f"{self._origin}: a tensor of {dimensions} dimensions, more than 4")
         shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
         return shape, self._number("<I"), self._number("<Q")
@@ -233,8 +230,7 @@ class _Reader:
 def _config(metadata: Mapping[str, Any], stored: Mapping[str, GGUFTensor], origin: str) -> dict[str, Any]:
     """Return the fields of config.json that the metadata describe."""
     kind = metadata.get("general.architecture")
-    embedding = stored.get("token_embd.weight")
-    if embedding is None:
+    if (embedding := stored.get("token_embd.weight")) is None:
         raise FormatError(f"{origin} lacks 'token_embd.weight'")
     fields: dict[str, Any] = {"model_type": kind, "vocab_size": embedding.shape[0]}
     fields |= {name: metadata[key] for name, end in _FIELDS.items() if (key := f"{kind}.{end}") in metadata}
@@ -249,8 +245,7 @@ def _config(metadata: Mapping[str, Any], stored: Mapping[str, GGUFTensor], origi
     for end, allowed in (("rope.dimension_count", width), ("attention.value_length", width), ("expert_count", 0)):
         if metadata.get(f"{kind}.{end}", allowed) != allowed:
             raise UnsupportedCase(f"{origin}: {kind}.{end} must be {allowed}, got {clipped(metadata[f'{kind}.{end}'])}")
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
+    if (scaling := metadata.get(f"{kind}.rope.scaling.type", "none")) != "none":
         raise UnsupportedCase(f"{origin}: {kind}.rope.scaling.type must be 'none', got {clipped(scaling)}")
     base = metadata.get(f"{kind}.rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}

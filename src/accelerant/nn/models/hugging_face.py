@@ -114,8 +114,7 @@ class Fields:
 
     def fields(self, name: str) -> Fields | None:
         """Return the fields of a field that is an object; None if it is absent or null."""
-        value = self._values.get(name)
-        if value is None:
+        if (value := self._values.get(name)) is None:
             return None
         if not isinstance(value, dict):
             raise FormatError(f"{self.origin}: {name} must be an object, got {clipped(value)}")
@@ -237,8 +236,7 @@ def described(source: str | os.PathLike[str] | nn.Module, layouts: Sequence[Layo
             raise ConfigError(f"{path} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
         fields, opened = Fields(read_object(path / _CONFIG), str(path / _CONFIG)), lambda: _open(path)
     kind = fields.get("model_type")
-    layout = next((each for each in layouts if each.model_type == kind), None)
-    if layout is None:
+    if (layout := next((each for each in layouts if each.model_type == kind), None)) is None:
         raise fields.unsupported("model_type", kind, " or ".join(repr(each.model_type) for each in layouts))
     return ModelSource(layout, layout.config(fields), origin, fields, opened)
 
@@ -318,8 +316,7 @@ def _open_shards(folder: Path) -> Tensors:
         if Path(file).name != file or file in ("", "..") or len(file) > _LONGEST_NAME:
             raise FormatError(f"{folder / _INDEX}: {clipped(file)} is not the name of a file in this folder")
     tensors = _open_files([folder / file for file in files])
-    missing = [name for name in listed if name not in tensors.sources]
-    if missing:
+    if missing := [name for name in listed if name not in tensors.sources]:
         raise FormatError(f"{folder / listed[missing[0]]} lacks {_quoted(missing)}, which the index lists")
     return tensors
 
@@ -328,12 +325,10 @@ def _matched(tensors: Tensors, layout: Layout, config: Any, origin: str) -> dict
     """Check a checkpoint against a layout; return each part's name -> its full name in the checkpoint."""
     full: dict[str, str] = {}
     for name in tensors.sources:
-        other = full.setdefault(name.removeprefix(layout.prefix), name)
-        if other != name:
+        if (other := full.setdefault(name.removeprefix(layout.prefix), name)) != name:
             raise FormatError(f"{origin} has both {other!r} and {name!r}")
     required = [part for parts in layout.parts(config).values() for part in parts]
-    missing = [part.name for part in required if part.name not in full]
-    if missing:
+    if missing := [part.name for part in required if part.name not in full]:
         raise FormatError(f"{origin} lacks {_quoted(missing)}")
     known = {part.name for part in required} | ({_HEAD} if config.tied else set())
     surplus = [name for name in full if name not in known and not layout.ignored.fullmatch(name)]
@@ -398,8 +393,7 @@ def save(
 
 def checkpoint(model: nn.Module, config: Any, layouts: Sequence[Layout]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the fields of config.json and the tensors of a model by their names there; UnsupportedCase if none fit."""
-    layout = next((each for each in layouts if each.represents(config)), None)
-    if layout is None:
+    if (layout := next((each for each in layouts if each.represents(config)), None)) is None:
         raise UnsupportedCase(f"no format of Hugging Face's has a model of {config}: save its state_dict()")
     parts = layout.parts(config)
     state: dict[str, Tensor] = float_state_dict(model)

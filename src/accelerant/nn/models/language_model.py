@@ -415,8 +415,7 @@ class Decoding:
     def advance(self) -> None:
         """Add a token to each sequence; to one that has ended, the first stop token."""
         window = self.end - self.begin
-        cut = window > self.model.config.context
-        if cut:
+        if cut := window > self.model.config.context:
             self.begin = self.end - max(1, self.model.config.context // 2)
         if cut or self._steps == 0 or self.cache is None:  # the window is read as a prompt
             self._accept(self.model.prefill(self.tokens[:, self.begin : self.end], self.cache))

@@ -148,8 +148,7 @@ def _qwen(fields: Fields, values: dict[str, Any], **options: Any) -> LlamaConfig
         full = min(values["layers"], fields.read("max_window_layers", int, 28))
         kinds = {"full_attention"} if full else set()
         kinds |= {"sliding_attention"} if full < values["layers"] else set()
-        listed = fields.get("layer_types")
-        if listed is not None:
+        if (listed := fields.get("layer_types")) is not None:
             kinds = set(map(str, listed)) if isinstance(listed, list) else {clipped(listed)}
         if len(kinds) != 1 or not kinds <= {"full_attention", "sliding_attention"}:
             raise fields.unsupported("layer_types", sorted(kinds), "the same attention in every layer")
@@ -484,8 +483,7 @@ class Llama(LanguageModel):
         """
         config = self.config
         key = (x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        tables = self._tables.get(key)
-        if tables is None:
+        if (tables := self._tables.get(key)) is None:
             rows = cache_capacity(config.context)
             with torch.inference_mode(False):  # the tables outlive the mode of this call
                 cos, sin = rope_tables(rows, config.head_size, config.rope_base, config.rope_scaling, key[1])

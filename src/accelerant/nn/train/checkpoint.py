@@ -59,8 +59,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     try:
         write_atomic(path, lambda temporary: save_file(dict(tensors), temporary, metadata=metadata))
     except SafetensorError as error:  # its error for a full disk
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
             raise OSError(f"cannot write {path}: {error}") from None
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 

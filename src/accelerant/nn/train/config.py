@@ -288,8 +288,7 @@ def _device_name(device: Any) -> str:
         return device.torch_device or device.label
     if not isinstance(device, str | torch.device):
         find_device(device)  # raises
-    name = str(device).strip()
-    if not name:
+    if not (name := str(device).strip()):
         raise ConfigError("device must not be empty: give auto, cpu or cuda")
     return name
 

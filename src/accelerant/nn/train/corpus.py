@@ -226,8 +226,7 @@ def files_below(root: Path, skipped: list[tuple[str, str]]) -> Iterator[Path]:
         kept = []
         for name in sorted(folders):
             reason = "hidden" if name.startswith(".") else _SKIPPED_FOLDERS.get(name)
-            reason = reason or ("a link to a folder" if (here / name).is_symlink() else None)
-            if reason:
+            if reason := reason or ("a link to a folder" if (here / name).is_symlink() else None):
                 skip(here / name, reason)
             else:
                 kept.append(name)
@@ -291,8 +290,7 @@ def encoding_of(blocks: Iterable[bytes]) -> tuple[str, str]:
     Raises NotTextError for others. The bytes come in parts of any size, of which the first has at least 64 KiB, or all.
     """
     stream = iter(blocks)
-    first = next(stream, b"")
-    if not first:
+    if not (first := next(stream, b"")):
         raise NotTextError("empty")
     kind = next((kind for start, kind in _KINDS if first.startswith(start)), "binary")
     if kind == "PDF":  # whose beginning may be text
@@ -526,8 +524,7 @@ def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None, f
     """Read and tokenize a run's text, or map its token file; ConfigError for unusable data, FormatError for damaged."""
     watcher.phase("reading the text")
     paths = [Path(name) for name in paths_of(run.data)]
-    token_files = [path for path in paths if is_token_file(path)]
-    if token_files:
+    if token_files := [path for path in paths if is_token_file(path)]:
         if len(paths) > 1:
             raise ConfigError(f"{token_files[0]} is a token file: name it alone")
         text = _mapped(token_files[0], tokenizer_from, run.training)
@@ -769,8 +766,7 @@ def _text_parts(path: Path, codec: str, add_read: Callable[[int], None]) -> Iter
         while data := file.read(_READ):
             add_read(len(data))
             text += decoder.decode(data)
-            cut = last_cut(text, searched) or (len(text) if len(text) > _LONGEST else 0)
-            if cut:
+            if cut := last_cut(text, searched) or (len(text) if len(text) > _LONGEST else 0):
                 yield text[:cut]
                 text = text[cut:]
             searched = len(text)

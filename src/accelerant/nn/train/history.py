@@ -182,8 +182,7 @@ def used_memory_bytes(device: torch.device) -> int:
     """Return the memory in use now, of the kind that `peak_memory_bytes` counts; where it is unknown, the peak."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    size = _process_status("VmRSS")
-    return peak_memory_bytes(device) if size is None else size
+    return peak_memory_bytes(device) if (size := _process_status("VmRSS")) is None else size
 
 
 def _process_status(name: str) -> int | None:
@@ -472,8 +471,7 @@ _Cells = list[tuple[str, str]]
 def _ledger_table(section: Section) -> tuple[str, list[_Cells], list[_Cells]]:
     """Return a heading and the cells of its table, and of the rows beyond `_ROWS_SHOWN`."""
     rows, more = section.rows[:_ROWS_SHOWN], section.rows[_ROWS_SHOWN:]
-    shown = list(map(_ledger_cells, rows))
-    if shown and section.seconds is not None:
+    if (shown := list(map(_ledger_cells, rows))) and section.seconds is not None:
         unnamed = [("soft", "not attributed"), *[("", "")] * 5]
         shown.append([*unnamed, *(("number", text) for text in section.unattributed), *[("", "")] * 3])
     return section.heading, shown, list(map(_ledger_cells, more))

@@ -329,8 +329,7 @@ def resume_training(
             share_of(run.training.batch_size, processes)
             shape = _stored_shape(folder, values) if run.init_from else None
             _require_stored(run, Checkpoints(out), shape)
-            changed = steps is not None and steps != run.steps
-            if changed:
+            if changed := steps is not None and steps != run.steps:
                 chosen.require_extensible()
                 run = run.replaced(steps=steps)
             same |= _settings(run, device)

@@ -121,8 +121,7 @@ class Objective:
             return require_scalar(self(model, *batch)), {}
         outputs, targets = self._outputs(model, batch)
         loss = self._chosen(targets)
-        metrics = self._metrics
-        if metrics is None:
+        if (metrics := self._metrics) is None:
             metrics = {"accuracy": accuracy} if loss is cross_entropy else {}
         values = {}
         for name, metric in metrics.items():
@@ -244,8 +243,7 @@ def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
     cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
     """
     peak = config.learning_rate
-    warmup = config.warmup_steps
-    if warmup is None:
+    if (warmup := config.warmup_steps) is None:
         warmup = max(1, round(config.warmup * steps)) if config.warmup else 0
     if step < warmup:
         return peak * (step + 1) / warmup

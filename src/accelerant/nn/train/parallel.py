@@ -43,8 +43,7 @@ def is_reduced_elsewhere(model: nn.Module, params: Iterable[Tensor]) -> bool:
     """Return whether something else averages the gradients: DistributedDataParallel, or FSDP2 with its DTensors."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return True
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
+    if (module := sys.modules.get("torch.distributed.tensor")) is None:
         return False
     sizes = [param.device_mesh.size() for param in params if isinstance(param, module.DTensor)]
     world = torch.distributed.get_world_size() if sizes else 0
@@ -234,8 +233,7 @@ class GradientReduction:
 
     def takes_product(self, table: Tensor, gradient: Tensor) -> bool:
         """Start the sum of the output layer's part, if the step uses the table as its processes have agreed."""
-        apart = self._table
-        if apart is None or not self._armed:
+        if (apart := self._table) is None or not self._armed:
             return False
         param = self._params[apart.index]
         used = self._uses.get(table.data_ptr())

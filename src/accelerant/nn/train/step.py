@@ -288,8 +288,7 @@ class TrainStep(GraphedStep):
         self._own = isinstance(optimizer, MultiTensorOptimizer)
         self._max_norm = float("inf") if max_grad_norm is None else float(max_grad_norm)  # infinity only computes it
         if self._own:  # its step computes the norm and clips
-            current = optimizer.defaults["max_grad_norm"]
-            if current is None:
+            if (current := optimizer.defaults["max_grad_norm"]) is None:
                 optimizer.defaults["max_grad_norm"] = self._max_norm
             elif max_grad_norm is not None and current != max_grad_norm:
                 raise ConfigError(f"max_grad_norm is {max_grad_norm} here and {current} in the optimizer: give it once")

@@ -243,8 +243,7 @@ def _pieces(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > _PIECE:
         at = start + _PIECE
-        found = _SPACE.search(text, at, at + _PIECE) or _LINE.search(text, at)
-        if found is None:
+        if (found := _SPACE.search(text, at, at + _PIECE) or _LINE.search(text, at)) is None:
             break
         yield text[start : found.start()]
         start = found.start()

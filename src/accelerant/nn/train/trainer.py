@@ -514,8 +514,7 @@ class TrainingRun:
             done += 1
             self._settle()
             self._pending.append(PendingStep(done, result.loss, result.grad_norm, rate, timer.lap(), scale))
-            evaluating = done in self._evaluate_at
-            if evaluating:
+            if evaluating := done in self._evaluate_at:
                 self._flush(evaluate_after=done)
             out_of_time, now = self._out_of_time(done), time.monotonic()
             flags = [stop.signal or 0, bool(trainer.stopping), out_of_time is not None, False, False]

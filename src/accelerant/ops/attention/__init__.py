@@ -475,8 +475,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, T
         raise ShapeError(f"v must be {tuple(k.shape)}, the shape of k, got {tuple(v.shape)}")
     if q.device != k.device or q.device != v.device:
         raise ShapeError(f"q, k and v must be on one device; they are on {q.device}, {k.device} and {v.device}")
-    low = autocast_dtype(q.device.type)
-    if low is not None and dtype != torch.float64:
+    if (low := autocast_dtype(q.device.type)) is not None and dtype != torch.float64:
         return q.to(low), k.to(low), v.to(low)
     return q, k, v
 

@@ -257,8 +257,7 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
 def _refuses_library(case: Case, widest: int, oldest: tuple[int, int] = (8, 0)) -> str | None:
     """Return the refusals common to cuDNN and the FlashAttention libraries."""
     _, Hq, Hkv, S, Skv, D = case.shape
-    capability = nvidia_capability(case.device)
-    if capability < oldest:
+    if (capability := nvidia_capability(case.device)) < oldest:
         return f"needs an NVIDIA GPU from sm_{oldest[0]}{oldest[1]} on"
     if case.dtype not in _HALF:
         return f"takes bfloat16 and float16, not {str(case.dtype).removeprefix('torch.')}"
@@ -462,8 +461,7 @@ _EFFICIENT_ROWS = 32  # lse is padded to a multiple of this
 
 def _refuses_efficient(case: Case) -> str | None:
     _, Hq, Hkv, S, Skv, D = case.shape
-    capability = nvidia_capability(case.device)
-    if capability < (7, 5):
+    if (capability := nvidia_capability(case.device)) < (7, 5):
         return "needs an NVIDIA GPU"
     if case.dtype == torch.float64 or (case.dtype == torch.bfloat16 and capability < (8, 0)):
         return f"takes float32 and float16, and bfloat16 from sm_80 on, not {case.dtype}"

@@ -83,8 +83,7 @@ def plan_for(case_shape: tuple[int, ...], processors: int, causal: bool, determi
     filled = heads / (ceil_div(heads, processors) * processors)
     if deterministic or (D <= 64 and Skv <= _WHOLE_KEYS and filled > 0.9):
         return HopperBwdConfig(width, "whole")
-    blocks = _blocks(Skv, causal)
-    if blocks <= min(_SHARED_BLOCKS, processors):
+    if (blocks := _blocks(Skv, causal)) <= min(_SHARED_BLOCKS, processors):
         rounds = ceil_div(heads, processors // blocks)
         return HopperBwdConfig(width, "shared" if rounds <= ceil_div(heads * blocks, processors) else "added")
     return HopperBwdConfig(width, "added")
@@ -203,8 +202,7 @@ def bind_launch(
             do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
             dk.data_ptr(), dv.data_ptr(), space.data_ptr(),
         )  # fmt: skip
-        launches = known.get(pointers)
-        if launches is None:
+        if (launches := known.get(pointers)) is None:
             if any(pointer % 16 for pointer in pointers):
                 return launch_hopper(do, q, k, v, o, lse, causal, scale, deterministic)
             inputs = do, q, k, v, o, lse

@@ -122,8 +122,7 @@ def _take_ticket(device: int) -> Tensor:
     Consecutive launches may share one; launches on different streams or captured in a graph may not.
     """
     with _tickets_lock:
-        counters = _tickets.get(device)
-        if counters is None and not capturing(device):
+        if (counters := _tickets.get(device)) is None and not capturing(device):
             counters = torch.zeros(_TICKETS, dtype=torch.int32, device=torch.device("cuda", device))
             _tickets[device] = counters
             torch.cuda.current_stream(device).synchronize()  # other streams may use it too
@@ -156,8 +155,7 @@ def launch_hopper(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), stream, q.dtype, causal, scale,
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), device,
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is not None and not capturing(device):
+    if (launch := _launches.get(key)) is not None and not capturing(device):
         launch.start()
         return o, lse
     captured = capturing(device)
@@ -189,8 +187,7 @@ def bind_launch(
             return launch_hopper(q, k, v, causal, scale)
         o, lse, stream = empty_like(q), empty_like(lse_like), stream_of(device)
         pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), stream
-        prepared = known.get(pointers)
-        if prepared is None:
+        if (prepared := known.get(pointers)) is None:
             if any(pointer % 16 for pointer in pointers[:3]):
                 return launch_hopper(q, k, v, causal, scale)
             ticket = _stream_ticket(device, stream)

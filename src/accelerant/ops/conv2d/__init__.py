@@ -290,8 +290,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tenso
     channels, out = images.shape[1], weight.shape[0]
     if channels % groups or out % groups:
         raise ShapeError(f"groups must divide the channels, {channels} of x and {out} of y, got {clipped(groups)}")
-    taken = weight.shape[1] * groups
-    if taken != channels:
+    if (taken := weight.shape[1] * groups) != channels:
         raise ShapeError(f"x has {channels} channels, weight {tuple(weight.shape)} in {groups} groups takes {taken}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias must be ({out},), got {tuple(bias.shape)}")

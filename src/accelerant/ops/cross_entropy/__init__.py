@@ -362,8 +362,7 @@ def _eager_gradient(
     args = (logits, targets, ignore_index, smoothing, reduction, wide, inplace, True)
     run = cross_entropy_fwd_inplace if inplace else cross_entropy_fwd
     *results, dx = run(_case(logits, "gradient"), *args)
-    over = inplace and dx.numel() > 0 and dx.data_ptr() == logits.data_ptr()
-    if over:
+    if over := inplace and dx.numel() > 0 and dx.data_ptr() == logits.data_ptr():
         torch.autograd.graph.increment_version(logits)
         dx = dx.detach()
     return tuple(results), (dx, targets, *results[1:]), over
@@ -415,8 +414,7 @@ class LossOp(DifferentiableOp):
 
         def eager_forward(ctx: Any, *args: Any) -> Any:
             ctx.eager, ctx.overwritten = None, False
-            made = eager_gradient(self._needs(ctx), *args)
-            if made is None:
+            if (made := eager_gradient(self._needs(ctx), *args)) is None:
                 return self._save(ctx, args, self.forward(*args), shown)
             results, ctx.eager, ctx.overwritten = made
             return self._save(ctx, args, results, shown)

@@ -73,8 +73,7 @@ HELD_PLANS = (WideTile(8192, 32, held=3), WideTile(8192, 32, held=2), WideTile(4
 @functools.cache
 def row_plan(N: int) -> RowTile:
     """Return the default plan of cross_entropy_fwd: about 4096 elements per program."""
-    block_n = max(16, next_power_of_2(N))
-    if block_n <= 2048:
+    if (block_n := max(16, next_power_of_2(N))) <= 2048:
         return RowTile(rows=4096 // block_n, block_n=block_n, num_warps=4)
     return RowTile(rows=1, block_n=block_n, num_warps=8)
 
@@ -158,8 +157,7 @@ def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
         M, N = dx.shape
         scale_(dx.as_strided(((M - 1) * dx.stride(0) + N,), (1,)), dy, counts)
         return dx
-    n = dx.numel()
-    if n < _FEW_PRODUCTS and counts is None and dy.dtype is dx.dtype:
+    if (n := dx.numel()) < _FEW_PRODUCTS and counts is None and dy.dtype is dx.dtype:
         return dx.mul_(dy)
     if n:
         key: tuple[object, ...] | None = None
@@ -321,8 +319,7 @@ def bind_forward(
         return None
     dtype, device, mean = torch.float32 if wide else logits.dtype, logits.device, reduction == "mean"
     key = _few_key(logits, logits.shape[1], targets, ignore_index, smoothing, mean, dtype, (0,) * 4)
-    start = _FORWARD.bound(key)
-    if start is None:
+    if (start := _FORWARD.bound(key)) is None:
         return None
     nothing, empty, empty_like = _nothing(device), torch.empty, torch.empty_like
 

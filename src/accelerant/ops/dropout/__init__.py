@@ -95,8 +95,7 @@ def threshold(p: float) -> int:
 def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Tensor:
     """Apply the mask of a seed to x, or to dy in the backward pass; the result is contiguous."""
     y = x.new_empty(x.shape)
-    n = x.numel()
-    if n:
+    if n := x.numel():
         args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p))
         kernel.launch((ceil_div(n, 4 * GROUP),), args, {"GROUP": GROUP}, num_warps=num_warps)
     return y
@@ -105,8 +104,7 @@ def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Ten
 def launch_llvm(x: Tensor, seed: Tensor, p: float, *mask: Tensor) -> Tensor:
     """Compute `launch` on a CPU, on all its cores, and write the mask if memory for it is given."""
     y = x.new_empty(x.shape)
-    n = x.numel()
-    if n:
+    if n := x.numel():
         provider, compiled = _compiled(DropoutKernel(x.dtype, bool(mask)))
         whole, left = divmod(n, 4 * GROUP)
         indices = whole * GROUP // COUNTERS + ceil_div(min(left, GROUP), COUNTERS)
@@ -124,8 +122,7 @@ def launch_llvm_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tenso
 def launch_llvm_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float) -> Tensor:
     """Compute launch_llvm from a stored mask; the seed is not used."""
     dx = dy.new_empty(dy.shape)
-    n = dy.numel()
-    if n:
+    if n := dy.numel():
         provider, compiled = _compiled(MaskKernel(dy.dtype))
         provider.launch(compiled, (ceil_div(n, LANES),), (1,), (dy.contiguous(), mask, dx, n, 1.0 / (1.0 - p)))
     return dx

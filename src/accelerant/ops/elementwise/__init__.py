@@ -117,8 +117,7 @@ def is_row(a: Tensor, b: Tensor) -> bool:
 def launch_binary(op: str, a: Tensor, b: Tensor, plan: Elementwise | None = None) -> Tensor:
     """Apply "add" or "mul": to two dense tensors of one layout, or to contiguous rows a and a contiguous row b."""
     y = torch.empty_like(a)
-    n = a.numel()
-    if not n:
+    if not (n := a.numel()):
         return y
     if a.shape == b.shape:
         kernel = STREAM_KERNELS[f"{op}_fwd"]
@@ -145,8 +144,7 @@ def mul_backward(
         other = launch_binary("mul", dy, b if needs[0] else a)
         return (other, None) if needs[0] else (None, other)
     da, db = torch.empty_like(a), torch.empty_like(b)
-    n = a.numel()
-    if n:
+    if n := a.numel():
         kernel = STREAM_KERNELS["mul_bwd"]
         if plan is None:
             plan = kernel.plan(a.device, a.dtype, (n,), lambda plan: mul_backward(dy, a, b, needs, plan))

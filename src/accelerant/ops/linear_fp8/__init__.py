@@ -204,8 +204,7 @@ def refuses_device(device: torch.device) -> str | None:
     """Return why a device cannot multiply 8-bit floating point, or None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device} is no NVIDIA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
         return f"{device} has compute capability {capability[0]}.{capability[1]}"
     return None
 

@@ -105,8 +105,7 @@ def launch_hopper(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), z.data_ptr(), x.dtype,
         x.shape, x.stride(), N, weight.stride(), approximate, plan, x.get_device(),
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
+    if (launch := _launches.get(key)) is None:
         launch = _launches.keep(key, _prepare(x, weight, bias, approximate, y, z if keep else None, plan))
     launch.start()
     return y, z if keep else z.view(-1)

@@ -101,8 +101,7 @@ class Workspace:
         except RuntimeError:  # sparse gradients have no address
             check(tensors)
             raise
-        table = self._tables.get(key)
-        if table is None:
+        if (table := self._tables.get(key)) is None:
             check(tensors)
             table = Table(self, tensors, key[0])
             if not capturing(self.device):
@@ -244,8 +243,7 @@ class Table:
     def partials(self, count: int, block: int) -> Tensor:
         """Return zeros for at least `count` partial sums, a multiple of block."""
         size = max(1, ceil_div(count, block)) * block
-        partials = self._partials.get(size)
-        if partials is None:
+        if (partials := self._partials.get(size)) is None:
             device = self._workspace.device
             partials = torch.zeros(size, dtype=torch.float32, device=device)
             if capturing(device):  # zeros only once the graph has run
@@ -256,8 +254,7 @@ class Table:
 
     def chunks(self, bucket: int, chunk: int) -> Tensor:
         """Return the chunk map of a bucket: int64, one per chunk."""
-        chunks = self._maps.get((bucket, chunk))
-        if chunks is None:
+        if (chunks := self._maps.get((bucket, chunk))) is None:
             members = self._members[bucket]
             numels = tuple([self.numels[i] for i in members])
             chunks = self._maps[bucket, chunk] = _chunk_map(self._workspace.device, members, numels, chunk)
@@ -561,8 +558,7 @@ def _scaled(lists: Tensors, scale: Tensor) -> Iterator[Tensors]:
     rows: list[tuple[Any, ...]] = []
     elements = 0
     for row in zip(*columns, strict=True):
-        size = row[1].numel()
-        if size > _SCALED_AT_ONCE and all(x.is_contiguous() for x in row):
+        if (size := row[1].numel()) > _SCALED_AT_ONCE and all(x.is_contiguous() for x in row):
             pieces = [x.view(-1).split(_SCALED_AT_ONCE) if x.dim() else repeat(x) for x in row]
             for piece in zip(*pieces, strict=False):  # the counter is repeated without end
                 yield _part(lists, [piece], factor)
@@ -702,8 +698,7 @@ def launch_clip(grads: Sequence[Tensor], table: Table, scale: Tensor) -> None:
 
 def launch_update(name: str, update: Update) -> None:
     """Launch the norm if max_norm is set, the coefficients, and the update of "adamw" or "sgd"."""
-    table = update.table
-    if table is None:
+    if (table := update.table) is None:
         raise AccelerantError(f"{name}: a launch without a table")
     values = update.workspace.values.refresh(tuple([group.row() for group in update.groups]))
     partials = None if update.max_norm is None else _launch_partials(table)

@@ -202,12 +202,10 @@ def launch_forward(
                     pointers.append(pointer)
                     described += (tensor.dtype, tensor.stride(), pointer & 15)
             key = tuple(described)
-            repeated = _LAUNCHES.get(key)
-            if repeated is not None:
+            if (repeated := _LAUNCHES.get(key)) is not None:
                 repeated.start(pointers)
                 return (y, kept) if s is None else (y, s, kept)
-        wide = plan is None and N > WIDE_FORWARD
-        if wide:
+        if wide := plan is None and N > WIDE_FORWARD:
             plan = WIDE
         elif plan is None:
             plan = TUNED["fwd", centre, residual is not None](
@@ -712,8 +710,7 @@ _OPTIONS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[str, ...]] =
 def _case(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: object) -> Case:
     """Return the case of x; its options are the dtypes of the vectors: ("weight float32", "bias float32")."""
     key = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    options = _OPTIONS.get(key)
-    if options is None:
+    if (options := _OPTIONS.get(key)) is None:
         pairs = zip(("weight", "bias"), key, strict=True)
         options = _OPTIONS[key] = tuple(f"{name} {name_of(dtype)}" for name, dtype in pairs if dtype is not None)
     return case_of((x.device, x.dtype, x.shape, options))

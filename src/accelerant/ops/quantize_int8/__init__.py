@@ -52,8 +52,7 @@ def launch(x: Tensor, dim: int, plan: RowTile | None = None) -> tuple[Tensor, Te
     N = rows.shape[-1]
     q = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(rows.shape[:-1], dtype=torch.float32, device=x.device)
-    M = scale.numel()
-    if not M or not N:
+    if not (M := scale.numel()) or not N:
         scale.fill_(1.0)
         return (q if last else q.movedim(-1, dim).contiguous()), scale
     lines, stride = _launch.as_rows(rows, N)

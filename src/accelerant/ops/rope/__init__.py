@@ -304,8 +304,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
     """Write y from tables (cos, cos) and (-sin, sin): torch's functions are slow for rows as short as half a head."""
     half, wide = x.shape[-1] // 2, x.to(cos.dtype)
     swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
-    out = torch.mul(wide, cos, out=y if wide is x else wide).addcmul_(swapped, sin)
-    if out is not y:
+    if (out := torch.mul(wide, cos, out=y if wide is x else wide).addcmul_(swapped, sin)) is not y:
         y.copy_(out)
 
 

@@ -57,8 +57,7 @@ NARROW = 8  # with at most this many columns, a long dimension is moved to the e
 @functools.cache
 def row_plan(N: int, backward: bool = False) -> RowTile:
     """Return the default plan of softmax_fwd or softmax_bwd: the fastest measured on an H200 for 4096 columns."""
-    block_n = max(16, next_power_of_2(N))
-    if block_n <= 2048:
+    if (block_n := max(16, next_power_of_2(N))) <= 2048:
         return RowTile(rows=4096 // block_n, block_n=block_n, num_warps=4)
     if backward:
         return RowTile(rows=1, block_n=block_n, num_warps=16)

@@ -65,8 +65,7 @@ def _as_rows(gate: Tensor, up: Tensor | None, N: int) -> tuple[Tensor, Tensor, i
 def launch_forward(gate: Tensor, up: Tensor | None, plan: Elementwise | None = None) -> Tensor:
     """Return swiglu of two tensors, or without up of the halves of each row; contiguous."""
     y = gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
-    n = y.numel()
-    if n:
+    if n := y.numel():
         N = gate.shape[-1] // 2 if up is None else n
         if plan is None:
             tuned, sizes = (PACKED["fwd"], (n // N, N)) if up is None else (KERNELS["fwd"].plan, (n,))
@@ -83,8 +82,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of gate and up, contiguous; without up that of the halves, in one pass."""
     dgate, dup = gate.new_empty(gate.shape), None if up is None else up.new_empty(up.shape)
-    n = dy.numel()
-    if n:
+    if n := dy.numel():
         N = gate.shape[-1] // 2 if up is None else n
         if plan is None:
             tuned, sizes = (PACKED["bwd"], (n // N, N)) if up is None else (KERNELS["bwd"].plan, (n,))

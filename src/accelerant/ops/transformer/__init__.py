@@ -272,8 +272,7 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
         x.data_ptr(), weight.data_ptr(), z.data_ptr(), dz.data_ptr(), a.data_ptr(), partial.data_ptr(),
         x.shape, x.stride(), N, weight.stride(), x.get_device(),
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
+    if (launch := _launches.get(key)) is None:
         launch = _launches.keep(key, _prepare_dz(x, weight, z, dz, a, partial))
     launch.start()
     return dz, a, partial

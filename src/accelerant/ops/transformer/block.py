@@ -538,8 +538,7 @@ class Embed(torch.autograd.Function):
         if dy is None:
             return None, dtable, None, None
         B, T, D = dy.shape
-        sink = first_sink((table, positions))
-        if sink is not None:
+        if (sink := first_sink((table, positions))) is not None:
             rows, (table, positions) = _rows(dy), _required((table, positions), ctx.needs_input_grad[1:3])
             if table is not None:
                 sink.embedding(table, rows, tokens, B)

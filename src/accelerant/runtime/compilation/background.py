@@ -76,8 +76,7 @@ def attempt(run: Callable[..., Any], args: tuple[Any, ...], skips: bool) -> Any:
     If it `skips`, nothing is launched from the first missing kernel on, so that it finds the others; otherwise that one
     ends the run, or is waited for once others were launched.
     """
-    thread = get_ident()
-    if thread in missing:
+    if (thread := get_ident()) in missing:
         return run(*args)  # within another one, which is void
     outer = attempts.get(thread)
     attempts[thread] = skips
@@ -91,8 +90,7 @@ def attempt(run: Callable[..., Any], args: tuple[Any, ...], skips: bool) -> Any:
             del attempts[thread]
         else:
             attempts[thread] = outer
-        missed = thread in missing
-        if missed:
+        if missed := thread in missing:
             missing.discard(thread)
     if missed:
         raise NotCompiledError
@@ -384,8 +382,7 @@ def _receive(parent: int, put: Callable[[str], None]) -> None:
     rest = b""
     while os.getppid() == parent:
         if select.select([0], [], [], _WATCH_S)[0]:
-            data = os.read(0, 1 << 16)
-            if not data:
+            if not (data := os.read(0, 1 << 16)):
                 break
             *whole, rest = (rest + data).split(b"\n")
             for line in whole:

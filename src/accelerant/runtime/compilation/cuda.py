@@ -227,8 +227,7 @@ def explained(log: str, text: str, name: str) -> str:
 
 def read_resources(log: str, symbol: str) -> Resources:
     """Read the resources that `ptxas -v` prints for an entry point; empty where it prints none."""
-    part = entry_log(log, symbol)
-    if not part:
+    if not (part := entry_log(log, symbol)):
         return Resources()
     return Resources(
         registers=log_number(part, r"Used (\d+) registers"),
@@ -247,8 +246,7 @@ def entry_log(log: str, symbol: str) -> str:
 
 def log_number(text: str, pattern: str) -> int | None:
     """Return the first group of a pattern as a number."""
-    match = re.search(pattern, text)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := re.search(pattern, text)) else None
 
 
 @functools.cache
@@ -315,8 +313,7 @@ def library_names(stem: str) -> list[str]:
 
 def _torch_hip() -> str:
     """Return the version of HIP that torch is built for; empty where it is for others, or not imported."""
-    torch = sys.modules.get("torch")
-    return str(torch.version.hip or "") if torch is not None else ""
+    return str(torch.version.hip or "") if (torch := sys.modules.get("torch")) is not None else ""
 
 
 def _options(source: KernelSource) -> list[str]:
@@ -625,8 +622,7 @@ def inspect_cuda(
 def amd_compiler() -> str:
     """Return the path of a clang, ROCm's first; raise ConfigError without one."""
     names = ("amdclang", "clang", *(f"clang-{version}" for version in range(24, 16, -1)))
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
+    if (path := next(filter(None, map(shutil.which, names)), None)) is None:
         raise ConfigError("AMD's architectures need clang 17 or newer (amdclang of ROCm, or clang)")
     return path
 
@@ -735,8 +731,7 @@ def _demangle(symbol: str) -> str:
     except (OSError, TypeError, AttributeError):
         return symbol
     demangle.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    text = demangle(symbol.encode(), None, None, ctypes.byref(ctypes.c_int()))
-    if not text:
+    if not (text := demangle(symbol.encode(), None, None, ctypes.byref(ctypes.c_int()))):
         return symbol
     try:
         return ctypes.string_at(text).decode()

@@ -380,16 +380,14 @@ _COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|(\"(?:\\.|[^\"\\\n])*\")", re.
 
 def header_hashes(text: str, folders: Iterable[Path]) -> list[tuple[str, str]]:
     """Return the headers that a program may include from folders, directly or not, with SHA-256, empty if absent."""
-    folders = list(folders)
-    if not folders:
+    if not (folders := list(folders)):
         return []
     found: dict[str, str] = {}
     waiting: list[tuple[str, Path | None]] = [(text, None)]
     while waiting:
         content, own = waiting.pop()
         for directive, tested in _INCLUDE.findall(_COMMENT.sub(lambda match: match[1] or " ", content)):
-            name = re.match(r'\s*(?:"([^"]+)"|<([^>]+)>)', directive or tested)
-            if name is None:
+            if (name := re.match(r'\s*(?:"([^"]+)"|<([^>]+)>)', directive or tested)) is None:
                 raise CompileError(f"#include {directive or tested}: name the file, so that a change of it is noticed")
             wanted = name[1] or name[2]
             around = ([own] if own is not None and name[1] else []) + folders

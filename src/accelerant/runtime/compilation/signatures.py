@@ -105,8 +105,7 @@ def find_kernels(text: str, dialect: str) -> list[KernelSignature]:
     namespaces = [(head.end(), closing_of[head.end()], head[1]) for head in heads]
     found = []
     for mark in re.finditer(rf"\b(?:{_MARKS[dialect]})\b", plain):
-        head = _name_after(plain, mark.end(), closing_of)
-        if head is None:
+        if (head := _name_after(plain, mark.end(), closing_of)) is None:
             continue
         name, opening = head
         closing = closing_of[opening]
@@ -139,8 +138,7 @@ def entry_of(
     base, _, rest = name.partition("<")
     base = base.strip().removeprefix("::")
     matching = [each for each in kernels if each.name == base or each.name.endswith(f"::{base}")]
-    exact = [each for each in matching if each.name == base] or matching
-    if not exact:
+    if not (exact := [each for each in matching if each.name == base] or matching):
         raise CompileError(f"no kernel {name!r} in the text (one that a macro writes is not found); it has {listed}")
     if len({(each.name, each.parameters) for each in exact}) > 1:
         lines = ", ".join(str(each.line) for each in exact)
@@ -232,8 +230,7 @@ def _split(text: str) -> list[str]:
 
 def _template(plain: str, mark: int) -> tuple[tuple[str, str, str], ...]:
     start = max(plain.rfind(character, 0, mark) for character in ";{}") + 1
-    head = re.search(r"\btemplate\s*<", plain[start:mark])
-    if head is None:
+    if (head := re.search(r"\btemplate\s*<", plain[start:mark])) is None:
         return ()
     parameters = []
     for part in _split(plain[start + head.end() : closing_at(plain, start + head.end(), "<>", mark)]):
@@ -291,8 +288,7 @@ def _parameter(
     words = [word for word in _words(declared, aliases) if word not in _QUALIFIERS]
     if _LOCAL & {*words}:
         raise refused("local memory is declared in the kernel, not passed")
-    stars = words.count("*") + arrays
-    if stars > 1 or "&" in words or "..." in words:
+    if (stars := words.count("*") + arrays) > 1 or "&" in words or "..." in words:
         raise refused("wanted an array or a number")
     element = words[: words.index("*")] if "*" in words else words
     kind = _kind([word for word in element if word not in _CONSTANTS], dialect)
@@ -311,8 +307,7 @@ def _kind(words: list[str], dialect: str) -> str | None:
         return f"{'u' if 'unsigned' in words else 'i'}{bits}"
     if len(words) != 1:
         return None
-    vector = _VECTOR.fullmatch(words[0])
-    if vector is not None:
+    if (vector := _VECTOR.fullmatch(words[0])) is not None:
         base = {"ulong": f"u{long}", "long": f"i{long}", "longlong": "i64", "ulonglong": "u64"}.get(vector[1])
         base = base or _WORDS.get(vector[1]) or {"char": "i8", "short": "i16", "int": "i32"}[vector[1]]
         return f"{base}x{vector[2]}"

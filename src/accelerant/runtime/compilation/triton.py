@@ -195,8 +195,7 @@ class TritonKernel:
         """
         if predictions and has_fakes(args):
             return None
-        first = args[0]
-        if first is None:
+        if (first := args[0]) is None:
             first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         if not isinstance(first, torch.Tensor) or not first.is_cuda:
             function = getattr(importlib.import_module(self.module), self.name)
@@ -212,8 +211,7 @@ class TritonKernel:
                 key += (arg.dtype, pointer & 15)
             else:
                 key.append(arg)
-        prepared = self._prepared.get(tuple(key))
-        if prepared is None:
+        if (prepared := self._prepared.get(tuple(key))) is None:
             try:
                 prepared = self._prepare(tuple(key), grid, args, constants, num_warps, num_stages)
             except NotCompiledError as error:
@@ -233,8 +231,7 @@ class TritonKernel:
         device = next(arg for arg in args if isinstance(arg, torch.Tensor)).get_device()
         described = tuple(_describe(arg, at in self.widths) for at, arg in enumerate(args))
         variant = (device, num_warps, num_stages, *constants.values(), *described)
-        kernel = self._kernels.get(variant)
-        if kernel is None:
+        if (kernel := self._kernels.get(variant)) is None:
             try:
                 kernel = _cuda().compile(self.source_of(args, constants, num_warps, num_stages), device=device)
             except CompileError as error:

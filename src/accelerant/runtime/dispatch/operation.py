@@ -144,8 +144,7 @@ class Operation:
         if predictions and has_fakes(args):
             return self._run_on_fakes(case, args)
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
-        plan = plans.get(case)
-        if plan is None:
+        if (plan := plans.get(case)) is None:
             plan = self._choose(case, plans, args)
         return self.execute(case, plan, args)
 
@@ -191,13 +190,11 @@ class Operation:
             nonlocal bound
             usual = not (choice_overrides or predictions or torch_wants_determinism())
             begun, plan, run = bound or _UNBOUND
-            current = era.get("") is begun
-            if current and usual and not observers:
+            if (current := era.get("") is begun) and usual and not observers:
                 record = plan.record
                 with lock:
                     calls = record.calls + 1
-                    counted = calls > 4 and calls % SAMPLE_EVERY
-                    if counted:
+                    if counted := calls > 4 and calls % SAMPLE_EVERY:
                         record.calls = calls
                 if counted:
                     try:
@@ -230,8 +227,7 @@ class Operation:
     def torch_autograd_plan(self, case: Case) -> DispatchEntry | None:
         """Return the plan of a case that torch's function alone serves and torch's autograd may differentiate."""
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
-        plan = plans.get(case)
-        if plan is None:
+        if (plan := plans.get(case)) is None:
             if not _by_torch(case) or len(self.candidates(case)) != 1:
                 return None
             plan = self._choose(case, plans, ())
@@ -378,8 +374,7 @@ class Operation:
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
         measured = CandidateTimes(outcome.ms, str(case), failed=failed, sources=self._sources())
-        lasting = not any(map(is_out_of_memory, outcome.failed.values()))
-        if lasting:
+        if lasting := not any(map(is_out_of_memory, outcome.failed.values())):
             choices().keep(case.device, key, measured)
             self.plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
         self._leave_out(case, outcome.failed)
@@ -523,8 +518,7 @@ class Operation:
     def _announce(self, case: Case, preferred: str, ran: str, error: Exception) -> None:
         """Count a fallback, and warn the first time or as the policy says."""
         fallback = FallbackRecord(self.name, f"{case} on {case.device}", preferred, ran, reason_of(error))
-        first = _ledger.fallback(fallback)
-        if first or settings().fallback == "warn":
+        if (first := _ledger.fallback(fallback)) or settings().fallback == "warn":
             warnings.warn(
                 f"{self.name} ({fallback.case}): {preferred} failed, {ran} ran instead. {fallback.reason}",
                 FallbackWarning,

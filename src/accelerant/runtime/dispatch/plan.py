@@ -385,8 +385,7 @@ class PlanCache(Generic[V]):
         if not choice_overrides and not torch_wants_determinism():
             return self.usual
         key = rules()
-        plans = self._others.get(key)
-        if plans is None:
+        if (plans := self._others.get(key)) is None:
             if len(self._others) >= _RULES_LIMIT:
                 self._others.clear()
             plans = self._others.setdefault(key, {})

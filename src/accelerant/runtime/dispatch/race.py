@@ -153,15 +153,13 @@ def _closure(modules: Iterable[str]) -> set[Path]:
     """Return the files of modules, of what they import within the package, and of the kernels in their folders."""
     waiting, seen, files = list(modules), set[str](), set[Path]()
     while waiting:
-        module = waiting.pop()
-        if module in seen:
+        if (module := waiting.pop()) in seen:
             continue
         seen.add(module)
         base = _ROOT.joinpath(*module.split(".")[1:])
         path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
         if not path.is_file():
-            loaded = getattr(sys.modules.get(module), "__file__", None)
-            if loaded is None:
+            if (loaded := getattr(sys.modules.get(module), "__file__", None)) is None:
                 continue
             path = Path(loaded)
         files.add(path)
@@ -301,8 +299,7 @@ class Choices:
         return self.root / f"{re.sub(r'[^A-Za-z0-9_.() -]', '_', model) or 'unnamed'}.json"
 
     def _load(self, device: torch.device) -> None:
-        model = model_of(device)
-        if model in self._local:
+        if (model := model_of(device)) in self._local:
             return
         stamps, reasons = self._read(model)
         current = versions(device) if stamps else {}
@@ -488,8 +485,7 @@ def _race(
 
 def fastest(ms: Mapping[str, float], order: Iterable[str], margin: float = MARGIN) -> str | None:
     """Return the first name in order whose time is within the margin of the least; None if none was timed."""
-    timed = [name for name in order if name in ms]
-    if not timed:
+    if not (timed := [name for name in order if name in ms]):
         return None
     limit = min(ms[name] for name in timed) * (1.0 + margin)
     return next(name for name in timed if ms[name] <= limit)

@@ -257,8 +257,7 @@ def available_bytes(device: DeviceLike = None) -> int:
     target = find_device(device)
     info = registry.create(target.backend).memory(target.index)
     room = info.free_bytes + info.reserved_bytes - info.allocated_bytes
-    limit_bytes = statistics(target).limit_bytes
-    if limit_bytes is not None:
+    if (limit_bytes := statistics(target).limit_bytes) is not None:
         room = min(room, limit_bytes - info.allocated_bytes)
     if target.backend == "cpu":
         room = min(room, control_group_room())
@@ -288,8 +287,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def bytes_asked_by(error: BaseException) -> int | None:
     """Return the size that could not be allocated, parsed from the error's text, with the text's precision."""
-    match = _ASKED.search(str(error))
-    if match is None:
+    if (match := _ASKED.search(str(error))) is None:
         return None
     number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
     return int(float(number.replace(",", "")) * 2 ** _UNITS[unit])

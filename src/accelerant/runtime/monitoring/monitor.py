@@ -94,8 +94,7 @@ def sample(device: DeviceLike = None, *, processes: bool = True) -> Sample:
     device = registry.find_device(device)
     key = (device.backend, device.index)
     with _readers_lock:
-        reader = _readers.get(key)
-        if reader is None:
+        if (reader := _readers.get(key)) is None:
             reader = _readers[key] = _new_reader(device)
     figures, reasons = reader.read(FIGURES if processes else FIGURES[:-1])
     return Sample(device.label, device.name, time.time(), **figures, reasons=reasons)
@@ -498,8 +497,7 @@ def subscribe(listener: Callable[[DeviceEvent], None]) -> Iterator[None]:
 def events_between(before: Sample, now: Sample) -> list[tuple[EventKind, str]]:
     """Return the kinds and details of what happened to a device between two samples."""
     found: list[tuple[EventKind, str]] = []
-    began = sorted(set(now.slow_down or ()) - set(before.slow_down or ()))
-    if began:
+    if began := sorted(set(now.slow_down or ()) - set(before.slow_down or ())):
         found.append(("slow_down", ", ".join(began)))
     for kind in ("ecc_corrected", "ecc_uncorrected"):
         new = (getattr(now, kind) or 0) - (getattr(before, kind) or 0)

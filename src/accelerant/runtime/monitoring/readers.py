@@ -32,8 +32,7 @@ def minimum_driver(cuda: str) -> str:
 
 
 def _major(version: str) -> int:
-    match = re.match(r"\d+", version)
-    return int(match[0]) if match else 0
+    return int(match[0]) if (match := re.match(r"\d+", version)) else 0
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -118,8 +117,7 @@ def visible_devices_problem(value: str | None) -> str:
 
 def profile_of(name: str) -> str:
     """Return the profile of a MIG slice from its device's name ("1g.18gb" of "NVIDIA H200 MIG 1g.18gb"), or ""."""
-    match = re.search(r"\bMIG (\d+c?\.?\d*g\.\d+gb\S*)", name)
-    return match[1] if match else ""
+    return match[1] if (match := re.search(r"\bMIG (\d+c?\.?\d*g\.\d+gb\S*)", name)) else ""
 
 
 def hidden_slices(visible: set[str]) -> list[ComputeDevice]:
@@ -221,8 +219,7 @@ def cuda_reader(device: ComputeDevice) -> TableReader:
     import torch
 
     uuid = str(torch.cuda.get_device_properties(device.index).uuid)  # no CUDA_VISIBLE_DEVICES renumbers it
-    reason = nvml_missing()
-    if not reason:
+    if not (reason := nvml_missing()):
         nvml: Any = importlib.import_module("pynvml")
         for kind in ("GPU", "MIG"):  # torch gives the number without the word that NVML wants before it
             with contextlib.suppress(nvml.NVMLError):
@@ -364,8 +361,7 @@ def amdsmi_reader(device: ComputeDevice) -> TableReader:
 
 def _amd_number(value: object) -> float:
     """Return a figure of amdsmi as a number; raise Absent for "N/A"."""
-    number = _number(value)
-    if number is None:
+    if (number := _number(value)) is None:
         raise Absent(f"amdsmi says {value}")
     return number
 
@@ -499,8 +495,7 @@ class CpuReader(TableReader):
 
     def _clock(self) -> float:
         paths = sorted(self._sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"))
-        clocks = [int(path.read_text()) / 1e3 for path in paths]
-        if not clocks:
+        if not (clocks := [int(path.read_text()) / 1e3 for path in paths]):
             text = (self._proc / "cpuinfo").read_text()
             clocks = [float(number) for number in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)]
         if not clocks:

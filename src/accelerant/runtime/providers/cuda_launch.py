@@ -122,8 +122,7 @@ class LoadedKernel:
 
     def start(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], stream: int) -> None:
         """Launch on a raw stream of the current device."""
-        shaped = self._shapes.get((grid, block))
-        if shaped is None:
+        if (shaped := self._shapes.get((grid, block))) is None:
             if len(self._shapes) >= _SHAPES_LIMIT:
                 self._shapes.clear()
             values = self._in_memory(args)
@@ -342,8 +341,7 @@ def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | No
         return None
     if kind == "struct":
         return lambda arg: (ctypes.c_ubyte * len(arg)).from_buffer_copy(arg)
-    ctype = SCALAR_CTYPES.get(kind)
-    if ctype is None:
+    if (ctype := SCALAR_CTYPES.get(kind)) is None:
         raise CompileError(f"kernel {name!r}, argument {position}: unknown argument type {kind!r}")
 
     def convert(arg: Any) -> Any:

@@ -117,8 +117,7 @@ class WebgpuProvider(DriverProvider):
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         opened = self._device(device)
         self.check_limit(size_bytes, device)
-        rounded = max(256, -(-size_bytes // 256) * 256)
-        if rounded > opened.limits["max-buffer-size"]:
+        if (rounded := max(256, -(-size_bytes // 256) * 256)) > opened.limits["max-buffer-size"]:
             raise provider.out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device))
         try:
             pooled = _PoolBuffer(opened, rounded, size_bytes)
@@ -406,8 +405,7 @@ class _WebgpuDevice:
 
     def _group(self, program: _Program, parts: Sequence[_Binding]) -> Any:
         key = (*(part for memory, *part in parts for part in (memory.memory, *part)),)
-        found = self._groups.get(key)
-        if found is None:
+        if (found := self._groups.get(key)) is None:
             if len(self._groups) >= 2048:  # groups keep their buffers alive
                 self._groups.clear()
             bound = [
@@ -563,8 +561,7 @@ def _defines(source: KernelSource) -> str:
     """Return a constant for each option -DNAME=VALUE; CompileError for other options."""
     lines = []
     for option in source.raw_options:
-        match = _DEFINE.fullmatch(option)
-        if match is None:
+        if (match := _DEFINE.fullmatch(option)) is None:
             raise CompileError(f"kernel {source.name!r}: WGSL takes options of the form -DNAME=VALUE, got {option!r}")
         lines.append(f"const {match[1]} = {match[2]};\n")
     if source.options and not source.raw_options:

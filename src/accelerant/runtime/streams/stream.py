@@ -206,8 +206,7 @@ _of_thread = threading.local()  # .stream: a reference to the CPU stream whose t
 
 
 def _stream_of_thread() -> Stream | None:
-    reference = getattr(_of_thread, "stream", None)
-    return None if reference is None else reference()
+    return None if (reference := getattr(_of_thread, "stream", None)) is None else reference()
 
 
 def _ran(fn: Callable[..., T], *args: Any) -> Task[T]:
@@ -226,8 +225,7 @@ _waits_lock = fork_safe(threading.Lock())
 @contextlib.contextmanager
 def _waiting_for(stream: Stream) -> Iterator[None]:
     """Enclose a wait for work of a CPU stream; AccelerantError where that would wait, in the end, for itself."""
-    own = _stream_of_thread()
-    if own is None:
+    if (own := _stream_of_thread()) is None:
         yield
         return
     with _waits_lock:

@@ -66,8 +66,7 @@ class StagingPool:
                 part = source[begin : begin + self.size_bytes]
                 turn = self._next
                 self._next = (turn + 1) % len(self._buffers)
-                last_copy = self._events[turn]
-                if last_copy is not None:
+                if (last_copy := self._events[turn]) is not None:
                     last_copy.synchronize()
                 staged = self._buffers[turn][: part.numel()]
                 staged.copy_(part)
@@ -222,8 +221,7 @@ def stream_chunks(
             return runtime.tensors_to(compute(*runtime.tensors_to(tensors, there)), "cpu")
 
     inputs = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
-    sources = [as_host(array, f"array {i}") for i, array in enumerate(inputs)]
-    if not sources:
+    if not (sources := [as_host(array, f"array {i}") for i, array in enumerate(inputs)]):
         raise ConfigError("stream_chunks wants at least one array, got none")
     shapes = [tuple(source.shape) for source in sources]
     if not all(shapes) or len({shape[0] for shape in shapes}) != 1:

@@ -168,8 +168,7 @@ class MappedFile(ABC):
             return
         left = to.reshape(-1).view(np.uint8).data
         while left:
-            count = os.preadv(self._file, [left], at)
-            if not count:
+            if not (count := os.preadv(self._file, [left], at)):
                 raise self.error(number, at - self.sections[number].offset, "the file was truncated while it was read")
             left, at = left[count:], at + count
 
@@ -277,8 +276,7 @@ class Cursor:
     def until_zero(self, what: str) -> bytes:
         """Read bytes up to a zero byte and skip it."""
         start = self._payload.offset + self.at
-        size = self.file.data.find(b"\0", start, start + self.left) - start
-        if size < 0:
+        if (size := self.file.data.find(b"\0", start, start + self.left) - start) < 0:
             raise self.error(f"{what} is not terminated by a zero byte")
         return self.take(size + 1, what)[:-1]
 
@@ -298,8 +296,7 @@ def writable_target(path: FilePath) -> Path:
     requested, mode = _path(path), None
     try:
         target = Path(os.path.realpath(requested))
-        in_directory = os.path.isdir(target.parent)
-        if in_directory:
+        if in_directory := os.path.isdir(target.parent):
             with contextlib.suppress(FileNotFoundError):
                 mode = os.lstat(target).st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -437,8 +434,7 @@ def check_points(
     for chunk in _chunks(words):
         points = HOST.contiguous(words[chunk]).reshape(-1, *curve.shape)
         for test, what in tests[: 1 + subgroup]:
-            first = launch.first_off(HOST, curve, test, points)
-            if first is not None:
+            if (first := launch.first_off(HOST, curve, test, points)) is not None:
                 index = chunk.start + first
                 at, name = named[index] if named else (index * words.shape[1] * words.itemsize, f"point {index}")
                 raise file.error(number, at, f"{name} is {what}")
@@ -488,11 +484,9 @@ class Label:
 def read_label(cursor: Cursor) -> Label:
     """Read a label; FormatError for an unknown kind or parameter, or parameters out of order or truncated."""
     at = cursor.at
-    kind = cursor.number("a contribution's kind")
-    if kind not in KINDS:
+    if (kind := cursor.number("a contribution's kind")) not in KINDS:
         raise cursor.error(f"contribution of kind {kind}; known kinds are 0 and 1 (a beacon)", at)
-    length = cursor.number("the length of a contribution's parameters")
-    if length > cursor.left:
+    if (length := cursor.number("the length of a contribution's parameters")) > cursor.left:
         raise cursor.error(f"{length} bytes of a contribution's parameters, {cursor.left} are left", cursor.at - 4)
     end, last = cursor.at + length, 0
     parameters: dict[int, bytes] = {}

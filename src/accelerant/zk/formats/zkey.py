@@ -229,8 +229,7 @@ class Zkey(container.MappedFile):
     def _read(self) -> None:
         self._entries_checked = False
         cursor = self.cursor(_PROTOCOL)
-        protocol = cursor.number("the protocol")
-        if protocol != _GROTH16:
+        if (protocol := cursor.number("the protocol")) != _GROTH16:
             name = _OTHER_PROTOCOLS.get(protocol)
             raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", 0)
         cursor.end()

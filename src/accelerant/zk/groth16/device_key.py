@@ -381,8 +381,7 @@ def budgets(points: Mapping[str, SectionPoints], room: int) -> Budgets:
     )
     rounds = None if with_rounds <= room else 0
     scratch = sum(section.scratch_bytes(len(section.words), rounds) for section in points.values())
-    left = room - sum(plain.values()) - scratch
-    if left >= 0:
+    if (left := room - sum(plain.values()) - scratch) >= 0:
         total = max(1, sum(plain.values()))
         return Budgets({name: size + left * size // total for name, size in plain.items()}, None, rounds)
     scratch = max(section.scratch_bytes(section.chunk) for section in points.values())
@@ -405,8 +404,7 @@ class _DeviceSection:
         self._indices = None if points.indices is None else queues.load(queue, points.indices)
         self._bases: DeviceBases | None = None
         self._streamed = np.empty((0, 0), np.uint64)
-        free_bytes = allowed.points[name]
-        if free_bytes is None:
+        if (free_bytes := allowed.points[name]) is None:
             self._streamed = np.array(points.words, np.uint64)  # a copy: the file may be closed
             return
         with queues.queue(queue):

@@ -321,8 +321,7 @@ def _number(value: object, below: int, what: str) -> int:
         raise FormatError(
             f"{what} must be a decimal string without leading zeros and reduced, got {abbreviated(value)}"
         )
-    number = int(value)
-    if number >= below:
+    if (number := int(value)) >= below:
         raise FormatError(f"{what} is {number}, not below the modulus {below}")
     return number
 

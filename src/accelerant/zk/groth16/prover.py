@@ -279,8 +279,7 @@ def prove(
 
 def proving_key(zkey: Zkey, device: DeviceLike, stages: Stages, devices: Devices = None) -> keys.HostKey | DeviceKey:
     """Read a key into the memory of a device, or of several; errors as those of Prover."""
-    spaces = keys.spaces_of(device, zkey.domain_size, devices)
-    if spaces == (HOST,):
+    if (spaces := keys.spaces_of(device, zkey.domain_size, devices)) == (HOST,):
         return keys.HostKey(zkey, stages)
     from accelerant.zk.groth16.device_key import DeviceKey  # unused by a proof on the CPU
 
