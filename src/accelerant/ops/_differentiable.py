@@ -518,12 +518,11 @@ class DifferentiableOp:
                 learns = learns or x.requires_grad
         small = cpu is None and self._cpu is not None and self._cpu.thread.small
         cpu = self._cpu if small else cpu
-        if cpu is not None:
-            if (case := self._cpu_case(*args)) is not None:
-                case = case._replace(options=(*case.options, FEW_ELEMENTS)) if small else case
-                result = cpu.run(self._operation, case, args + cpu.args)
-                if result is not NotImplemented:
-                    return self._cut(result)
+        if cpu is not None and (case := self._cpu_case(*args)) is not None:
+            case = case._replace(options=(*case.options, FEW_ELEMENTS)) if small else case
+            result = cpu.run(self._operation, case, args + cpu.args)
+            if result is not NotImplemented:
+                return self._cut(result)
         learns = learns and torch.is_grad_enabled()
         results = self._apply(*args) if learns else self.infer(*args)
         if self._cpu is not None and self._cpu.thread.watching:
@@ -623,9 +622,9 @@ class DifferentiableOp:
     def _gradients(
         self, ctx: Any, dys: tuple[Tensor | None, ...], bound: Callable[..., Any] | None = None
     ) -> tuple[Tensor | None, ...]:
-        if (first := dys[0]) is None:
-            if (first := next((dy for dy in dys if dy is not None), None)) is None:
-                return (None,) * self._width
+        first = dys[0]
+        if first is None and (first := next((dy for dy in dys if dy is not None), None)) is None:
+            return (None,) * self._width
         needs = self._needs(ctx)
         for position, entry in self._shared:
             needs = (*needs[:entry], needs[entry] or ctx.needs_input_grad[position], *needs[entry + 1 :])

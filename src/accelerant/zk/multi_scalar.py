@@ -433,7 +433,8 @@ def ntt(
         x = prime(x, reduce=reduce)
         return _of_array(x, device, devices, inverse=inverse, coset=coset, order=order).canonical()
     if coset is None and out is None and device is None and not reduce:
-        if (y := _checked_at_once(prime.parameters, x, inverse, order)) is not None:
+        y = _checked_at_once(prime.parameters, x, inverse, order)
+        if y is not None:
             return y
     x = memory_space.stacked(x, "x")
     if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):

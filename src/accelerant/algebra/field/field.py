@@ -183,7 +183,8 @@ class PrimeField:
 
     def _map(self, op: str, arrays: Sequence[Any], device: DeviceLike, reduce: bool) -> Any:
         if device is None and reduce is False:
-            if (z := launch.checked_at_once(self.parameters, op, *arrays)) is not None:
+            z = launch.checked_at_once(self.parameters, op, *arrays)
+            if z is not None:
                 return z
         return self._each(
             lambda space, field, *words: launch.elementwise(space, field, op, "canonical", *words),

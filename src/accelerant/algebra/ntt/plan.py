@@ -303,7 +303,7 @@ def _scaled(x: Sequence[int], base: int, p: int) -> list[int]:
 
 
 def _halves(x: Sequence[int], w: int, p: int) -> list[int]:
-    if (n := len(x)) == 1:
+    if len(x) == 1:
         return list(x)
     even, odd = (_halves(x[first::2], w * w % p, p) for first in (0, 1))
     odd = _scaled(odd, w, p)

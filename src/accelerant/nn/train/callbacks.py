@@ -302,7 +302,8 @@ class NanDiagnosis:
             torch.set_rng_state(self._random)
         self._trainer.model.train()
         if len(parts) > 1:  # a mean over no targets is NaN, and has weight 0
-            if (weights := self._trainer.objective.weigh(parts)) is not None:
+            weights = self._trainer.objective.weigh(parts)
+            if weights is not None:
                 parts = [part for part, weight in zip(parts, weights.tolist(), strict=True) if weight != 0]
         found, processes = find_not_finite(self._trainer.model, loss, parts), Processes()
         if processes.size > 1:  # one of them may have the only part that is not finite

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from accelerant._renamed import renamed_arguments
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn.optim import SGD, AdamW
-from accelerant.nn.train.config import TrainConfig, renamed_settings
+from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.step import LossScale
@@ -424,7 +424,6 @@ def restored(
 
 def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
     """Raise ConfigError if a checkpoint has another value of a setting that changes the training."""
-    found = {"warmup_steps": None} | renamed_settings(found)  # earlier versions had the fraction alone
     for name, value in config.to_dict().items():
         if name not in _MAY_DIFFER and name in found and found[name] != value:
             raise ConfigError(f"checkpoint {path} was trained with {name}={clipped(found[name])}, got {value!r}")

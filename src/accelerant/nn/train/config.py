@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -45,13 +45,6 @@ _UNDERSTOOD = {
     "timeout": "timeout_s",
 }  # fmt: skip
 """Names of a setting in other libraries, first those of transformers' TrainingArguments."""
-
-_UNSET = (
-    "steps", "max_grad_norm", "evaluate_every", "patience", "checkpoint_every", "profile", "timeout_s", "out",
-    "side_share", "cpu_threads", "init_from",
-)  # fmt: skip
-"""Settings that 0 or an empty text left unset in files of earlier versions."""
-
 
 _MOST = {"layers": 1 << 12, "validations": 1 << 16, "sample_tokens": 1 << 20}
 """Largest values of a RunConfig's fields, for files with values that would keep the machine busy for days."""
@@ -96,18 +89,6 @@ def _require_type(name: str, value: object, kind: type) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         raise ConfigError(f"{name} must be {_WORDS[kind]}, got {clipped(value)}")
-
-
-def renamed_settings(values: Mapping[str, Any], betas: tuple[float, float] = (0.9, 0.999)) -> dict[str, Any]:
-    """Return a file's settings of any version under today's names; ConfigError for one under both of its names."""
-    values = dict(values)
-    if twice := [old for old, new in _RENAMED.items() if old in values and new in values]:
-        raise ConfigError(f"{twice[0]} and {_RENAMED[twice[0]]} say the same: give one")
-    found = {_RENAMED.get(name, name): value for name, value in values.items()}
-    if "beta1" in values or "beta2" in values:
-        found["betas"] = [values.get("beta1", betas[0]), values.get("beta2", betas[1])]
-    unset = {name for name in _UNSET if found.get(name) in (0, "") and found[name] is not False}
-    return {name: None if name in unset else value for name, value in found.items()}
 
 
 def _path(value: str | os.PathLike[str] | None) -> str | None:
@@ -273,9 +254,9 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """Read the result of `to_dict`, also of an earlier version; FormatError for a field unknown or out of range."""
+        """Read the result of `to_dict`; FormatError for a field unknown or out of range."""
         try:
-            return cls(**renamed_settings(values))
+            return cls(**values)
         except (TypeError, ConfigError) as error:
             raise FormatError(f"not the settings of a training: {error}") from None
 
@@ -480,13 +461,10 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """Read the result of `to_dict`, also of an earlier version.
-
-        Raises FormatError if a field is missing, unknown, of another type or out of range.
-        """
+        """Read the result of `to_dict`; FormatError if a field is missing, unknown, of another type or out of range."""
         try:
-            options = renamed_settings(values)
-            recipe, data = renamed_settings(options.pop("recipe"), _GPT.betas), options.pop("data")
+            options = dict(values)
+            recipe, data = dict(options.pop("recipe")), options.pop("data")
             if not isinstance(data, list):
                 raise ConfigError(f"data must be a list of strings, got {clipped(data)}")
             recompute = options.pop("recompute", False)

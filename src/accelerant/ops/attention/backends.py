@@ -257,7 +257,7 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
 def _refuses_library(case: Case, widest: int, oldest: tuple[int, int] = (8, 0)) -> str | None:
     """Return the refusals common to cuDNN and the FlashAttention libraries."""
     _, Hq, Hkv, S, Skv, D = case.shape
-    if (capability := nvidia_capability(case.device)) < oldest:
+    if nvidia_capability(case.device) < oldest:
         return f"needs an NVIDIA GPU from sm_{oldest[0]}{oldest[1]} on"
     if case.dtype not in _HALF:
         return f"takes bfloat16 and float16, not {str(case.dtype).removeprefix('torch.')}"

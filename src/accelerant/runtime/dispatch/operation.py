@@ -518,7 +518,7 @@ class Operation:
     def _announce(self, case: Case, preferred: str, ran: str, error: Exception) -> None:
         """Count a fallback, and warn the first time or as the policy says."""
         fallback = FallbackRecord(self.name, f"{case} on {case.device}", preferred, ran, reason_of(error))
-        if (first := _ledger.fallback(fallback)) or settings().fallback == "warn":
+        if _ledger.fallback(fallback) or settings().fallback == "warn":
             warnings.warn(
                 f"{self.name} ({fallback.case}): {preferred} failed, {ran} ran instead. {fallback.reason}",
                 FallbackWarning,
