@@ -67,6 +67,9 @@ if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
         del os.environ["TRITON_INTERPRET"]
 
 
+LEFT_OUT = {"not slow": {"slow", "soak"}, "not soak": {"soak"}}
+"""Marks of a whole test that is in none of the tier's runs, by the tier's expression."""
+
 NO_GPU = "tests marked gpu are left out: torch.cuda.is_available() is False here"
 
 
@@ -76,10 +79,11 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector, name, obj):
-    """Leave out tests that need a GPU where there is none, before their thousands of cases are made."""
-    if not HAS_GPU and name.startswith("test") and inspect.isfunction(obj):
-        marks = [*collector.iter_markers(), *getattr(obj, "pytestmark", ())]
-        return [] if any(mark.name == "gpu" for mark in marks) else None
+    """Leave out tests that need a GPU where there is none, or are of another tier, before their cases are made."""
+    if name.startswith("test") and inspect.isfunction(obj):
+        marks = {mark.name for mark in (*collector.iter_markers(), *getattr(obj, "pytestmark", ()))}
+        left_out = LEFT_OUT.get(collector.config.option.markexpr, set()) | (set() if HAS_GPU else {"gpu"})
+        return [] if marks & left_out else None
     return None
 
 

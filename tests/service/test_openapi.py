@@ -5,7 +5,6 @@ import asyncio
 import httpx
 import hypothesis
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase
 
 from accelerant.service.guard import Guard
@@ -17,6 +16,8 @@ STREAMS = {"/events"}
 
 def try_requests(server, examples):
     """Send requests for every operation of the document; none may fail in the server."""
+    import schemathesis
+
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     paths = set()
     with server.client() as client:
