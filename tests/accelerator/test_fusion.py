@@ -243,6 +243,7 @@ ULPS = {"exp": 0.55, "tanh": 0.51, "erf": 0.51, "sigmoid": 2.5, "power": 0.51, "
 """Errors in units of the last place; torch's are 0.56, 0.51 and 0.63, and 2.5 of the sigmoid, by MKL."""
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("name", ULPS)
 def test_errors_of_functions_on_the_cpu(uninterpreted, name):
     functions = {"power": lambda x: x**-7, "sqrt": lambda x: torch.sqrt(abs(x)), "gelu": F.gelu}
@@ -269,6 +270,7 @@ LONG = {
 }
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows_lose_no_digits(uninterpreted, name):
     x = torch.full((1, 2_073_600), 0.1)
@@ -277,6 +279,7 @@ def test_long_rows_lose_no_digits(uninterpreted, name):
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"portable"}
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("least", [0, 65_536])
 def test_gradients_where_torchs_have_an_edge(uninterpreted, monkeypatch, least):
     """Steps, NaN within a maximum, a clamp and an absolute value, and the small slope of elu."""
@@ -292,6 +295,7 @@ def test_gradients_where_torchs_have_an_edge(uninterpreted, monkeypatch, least):
         torch.testing.assert_close(own, torchs, equal_nan=True, msg=str(number))
 
 
+@pytest.mark.slow
 def test_long_rows_of_a_looped_kernel_lose_no_digits(monkeypatch):
     """Interpreted: as on a GPU, each element of a block adds up to 500 terms."""
     monkeypatch.setattr(function, "_WHOLE_ROW", 4)
@@ -325,6 +329,7 @@ IDENTITIES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (2, 5), (1, 65_536)])
 def test_results_have_memory_of_their_own(uninterpreted, shape):
     for name, identity in IDENTITIES.items():
@@ -571,6 +576,7 @@ def test_views_integers_and_sums_on_a_gpu():
 SPECIAL = torch.tensor([[math.nan, 1.0, -2.0], [math.inf, 0.0, -0.0], [-math.inf, 3.0, 1e30], [-1e30, 1e-30, 90.0]])
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("interpret", [True, False])
 def test_nan_and_infinity_are_kept(interpret, monkeypatch):
     if not interpret:

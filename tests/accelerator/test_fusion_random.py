@@ -241,6 +241,7 @@ def test_torch_raises_where_an_integer_is_divided_by_zero():
         assert acl.fuse(apply)(np.array([5, -7]), np.array([0, 2])).tolist() == [0, -4 if apply(-7, 2) == -4 else 1]
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int64])
 def test_quotients_of_the_least_and_largest_integers_are_numpys(dtype):
     least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max

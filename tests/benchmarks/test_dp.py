@@ -61,6 +61,7 @@ def test_rows_of_a_case(cpu):
     assert plain.flops == secure.flops == 32 * (6 * (12 * 2 * 16**2 + 50 * 16) + 6 * 2 * 8 * 16)
 
 
+@pytest.mark.slow
 def test_a_loop_over_plain_modules_is_compared_with_the_same_loop_without_privacy(cpu):
     plain, secure, philox = measured(cpu, case=("4x8 loop",), against=()).rows
     assert [(row.case, row.runner) for row in (plain, secure, philox)] == [

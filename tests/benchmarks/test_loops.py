@@ -32,6 +32,7 @@ def status(*arguments):
     return exit_.value.code or 0
 
 
+@pytest.mark.slow
 def test_two_families_in_three_loops_by_the_command(tmp_path, capsys):
     cells = ["--family", "llama", "--family", "bert", "--loop", "fixed", "--loop", "padded-right", "--loop", "generate"]
     assert status(*cells, "--steps", "3", "--out", str(tmp_path)) == 0

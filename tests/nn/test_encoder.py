@@ -60,6 +60,7 @@ def reference(model, ids, pooling):
     return torch.nn.functional.normalize(torch.stack(rows)).float()
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_are_those_of_transformers(tmp_path, family, pooling):

@@ -143,6 +143,7 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_model(family, kind, path):

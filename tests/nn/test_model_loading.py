@@ -76,6 +76,7 @@ def tokens(model, *shape):
 
 
 # --- floating point --------------------------------------------------------------------------------------------------
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,6 +97,7 @@ def test_logits_are_transformers(family, tied, dtype, tmp_path):
             assert error <= limit, (family, seed, float(error), float(limit))
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_step_with_the_cache_is_transformers(family):
     for seed in range(4):
@@ -111,6 +113,7 @@ def test_each_step_with_the_cache_is_transformers(family):
             torch.testing.assert_close(torch.stack(steps, 1), expected[:, 8:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_computes_transformers_logits(family):
     """Log-probabilities of greedy answers, in chunks and steps over keys in blocks."""
@@ -146,6 +149,7 @@ def test_gradients_and_folders_go_both_ways(family, tmp_path):
 
 
 # --- integers --------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_integers_are_those_of_quantize(family, tmp_path, monkeypatch):
     from accelerant.nn.models import hugging_face

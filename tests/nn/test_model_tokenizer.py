@@ -179,6 +179,7 @@ CHATS = [
 ]
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_conversations_are_transformers(folder, kind):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)

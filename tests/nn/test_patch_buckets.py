@@ -117,6 +117,7 @@ def test_encoder_and_decoder_of_any_lengths_give_what_they_give_without_graphs(n
     assert not [note for note in other.report.notes if "padded" in note]
 
 
+@pytest.mark.slow
 def test_transcripts_of_any_length_give_what_they_give_without_graphs(rng):
     model = make("whisper")
     other = patched(model)
@@ -392,6 +393,7 @@ def without_labels(batch):
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
 def test_evaluation_runs_from_graphs_at_any_lengths(family, mode, rng):
@@ -412,6 +414,7 @@ def test_evaluation_runs_from_graphs_at_any_lengths(family, mode, rng):
     assert report.graphs["replayed"] >= 6
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_in_turns_have_graphs_of_their_own(rng):
     model = make("bert")
     other = patched(model)

@@ -271,6 +271,7 @@ def test_outputs_that_are_dropped_are_not_waited_for(clock):
     assert {*clock.sides} == {True, False}
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_checkpoints_run_the_code_that_they_ran(reentrant, accumulate):

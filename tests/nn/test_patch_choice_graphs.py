@@ -32,6 +32,7 @@ def graphed(monkeypatch):
     return model, acl.nn.patch(model), copy.deepcopy(model), clock
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize(("before", "ours", "side"), [(0.9, 0.3, 2), (0.9, 1.2, 0), (0.9, 0.95, 0), (1.2, 1.1, 2)])
 def test_graphs_are_our_side_once_they_are_captured(graphed, before, ours, side):
     model, report, other, clock = graphed

@@ -42,6 +42,7 @@ def test_a_training_step_is_fused(family, fused):
     assert len(fused) == 2
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_under_autocast_is_fused(family, weights, fused):

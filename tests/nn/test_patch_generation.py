@@ -164,6 +164,7 @@ def stepped(model, cache, tokens):
         return model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.search(20)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
 def test_any_use_of_caches_gives_what_it_gave(family, rng, record_property):

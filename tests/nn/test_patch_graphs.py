@@ -173,6 +173,7 @@ def test_bincount_reads_its_length_in_a_capture_unless_a_selection_bounds_it(cou
     assert any(event.key == "aten::bincount" for event in ran.key_averages()) is reads
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize(("options", "checkpointing"), [
     ({}, False), ({"accumulate": 2}, False), ({"amp": True}, False), ({"logits": True}, False),
     ({"set_to_none": False}, False), ({"accumulate": 2}, True),

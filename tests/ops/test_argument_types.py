@@ -112,6 +112,7 @@ def test_all_of_torchs_functions_were_found():
     assert OPS.keys() - TORCHS.keys() == own | {"linear_int4", "linear_int8", "quantize_int8", "rope", "swiglu"}
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("op", TORCHS)
 def test_arguments_by_torchs_names(op, compiles):
@@ -151,6 +152,7 @@ def test_an_argument_by_both_names_is_refused(op):
                 OPS[op].function(*tensors, **{theirs: x}, **options)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("op", sorted(OPS.keys() - TORCHS.keys()))
 def test_ops_that_torch_lacks_understand_its_names_too(op):
     tensors, options = sample_of(op)
@@ -222,6 +224,7 @@ def test_normalized_shape_may_come_second_as_in_torch():
         ops.layer_norm(x, (4,), weight, weight=weight)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["plain", "autocast"])
 @pytest.mark.parametrize(
     "shapes", [((3, 4), (5, 4)), ((2, 3, 4), (5, 4)), ((4,), (5, 4)), ((3, 4), (4,)), ((0, 4), (5, 4))]

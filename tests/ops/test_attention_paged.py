@@ -148,6 +148,7 @@ def test_keys_and_values_side_by_side(way):
     assert torch.equal(ops.attention_paged(q, *views, table, lengths, starts), expected)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("length", [256, 600])
 def test_parts_of_a_row_are_joined(length, interpreted):
     """A row of one token is cut into parts, and joined by the second kernel, with and without a window."""

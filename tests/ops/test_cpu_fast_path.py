@@ -830,6 +830,7 @@ def test_few_elements_elsewhere_than_on_a_cpu_are_recognized(name, grad, eager, 
     assert sum(row["calls"] for row in counted() if row["op"] in names) == 8
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize(
     ("name", "most"),
     [("matmul", 7), ("linear", 7), ("a transposed input", 7), ("a transposed matrix", 99), ("gelu", 99)],

@@ -28,6 +28,7 @@ def test_rows_of_any_width(width, interpreted):
     torch.testing.assert_close(ops.rms_norm(x, weight, eps=1e-3), torch.rms_norm(x, (width,), weight, 1e-3))
 
 
+@pytest.mark.slow
 def test_a_wide_row_is_as_exact_as_torchs(interpreted, rng):
     """In a row alone one unlucky rounding of mean, variance or rstd would be 2 to 26 times the error of torch's row."""
     for _ in range(12):

@@ -68,6 +68,7 @@ def check(cell, implementation, dtype, tolerance, device="cpu", **sizes):
 SIZES = [{}, {"B": 1, "T": 1}, {"B": 7, "T": 3, "H": 64, "bias": False}]
 
 
+@pytest.mark.sample(3, 1)
 @cells
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_llvm_matches_the_reference_with_its_gradients(cell, sizes):
@@ -80,6 +81,7 @@ def test_torch_matches_the_reference_with_its_gradients(cell):
     check(cell, "torch", torch.float64, 1e-13)
 
 
+@pytest.mark.sample(3, 1)
 @cells
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str

@@ -104,6 +104,7 @@ def aggregate_with(book):
     run_round(setup.server(0, keys), clients, lambda i: (UPDATES[i], 1), 0, {})
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
 @pytest.mark.parametrize("name", LEDGERS)
 def test_a_path_is_taken_wherever_a_ledger_is(tmp_path, name):

@@ -61,6 +61,7 @@ def clustered(n, seed=0):
     return vectors(30, 99)[np.random.default_rng(seed).integers(0, 30, n)] + 0.3 * vectors(n, seed)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize(("kind", "metric"), [("ivf", "cosine"), ("ivf", "ip"), ("ivfpq", "l2")])
 def test_lists_find_what_is_there_and_are_saved_with_it(tmp_path, kind, metric):
     ids = [*range(1500), *(uuid.UUID(int=i) for i in range(1500))]
@@ -386,6 +387,7 @@ def test_what_was_written_survives_kill_9_at_any_moment(tmp_path, points):
     assert done > points // 500 + 5
 
 
+@pytest.mark.slow
 def test_64_readers_beside_a_writer_see_whole_batches(tmp_path):
     old, new = {"must": [{"key": "turn", "range": {"gte": 0}}]}, 5
     with Collection(tmp_path, dim=DIM) as collection:
@@ -433,6 +435,7 @@ with Collection(sys.argv[1]) as collection:
 _SMALL_DISK = 'mount -t tmpfs -o size=128m none "$1" && exec "$2" -c "$3" "$1"'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the small disk is a tmpfs in a namespace of its own")
 def test_a_full_disk_is_an_error_before_qdrant_would_end_the_process(tmp_path):
     command = ["unshare", "-rm", "sh", "-c", _SMALL_DISK, "sh", str(tmp_path), sys.executable, _FULL]

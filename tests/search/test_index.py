@@ -53,6 +53,7 @@ def test_all_lists_are_exact_search(kind, metric):
     assert np.array_equal(hits.scores, truth.scores)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -114,6 +115,7 @@ def drawn_index(data, **options):
     return index, clustered(70, parts * width, 5) * data.draw(st.sampled_from((1e-8, 1, 1e8)))
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_codes_find_the_best_of_the_vectors_that_they_stand_for(shuffle, monkeypatch):
     """Tables are rounded to bytes: the margin holds for every width of registers, and without a byte shuffle."""
@@ -158,6 +160,7 @@ def test_each_query_of_codes_alone_has_its_own_mask():
         assert all(allowed[i, hits.ids[i, :n]].all() for i, n in enumerate(hits.counts))
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("parts", [257, 261])
 def test_parts_that_fill_up_a_shuffle_count_for_nothing(parts, monkeypatch):
     """As sums of 16 bits are full without them."""
@@ -207,6 +210,7 @@ def test_torchs_default_device_and_autocast_change_nothing(kind):
                 assert np.array_equal(mine.ids, truth.ids)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_an_answer_depends_on_its_query_alone(data):
@@ -385,6 +389,7 @@ FACTORIES = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("metric", [0, 1])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_indexes_of_faiss_are_read_and_written(name, metric, tmp_path):

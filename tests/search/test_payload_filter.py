@@ -121,6 +121,7 @@ def shards(tmp_path_factory):
         each.close()
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.search(0.05)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_selects_what_qdrant_selects(shards, rng, record_property, indexed):

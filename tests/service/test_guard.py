@@ -448,6 +448,7 @@ START = {
 }
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("addresses", [1, 50])
 @pytest.mark.parametrize("sent", START)

@@ -70,7 +70,7 @@ pytestmark = pytest.mark.usefixtures("own_registries")
 
 @pytest.fixture(
     scope="module",
-    params=["bn_minus", "bls_plus", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bn_plus", "bls_minus"))],
+    params=["bn_minus", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bn_plus", "bls_minus", "bls_plus"))],
 )
 def family(request):
     g1, g2 = zk.register_family(request.param, **parameters_of(request.param))

@@ -435,6 +435,7 @@ def copies(array):
     return copy.copy(array), copy.deepcopy(array), array.copy(), pickle.loads(pickle.dumps(array))
 
 
+@pytest.mark.sample(4, 1)
 @pytest.mark.parametrize("where", ["cpu", "opencl", "webgpu"])
 def test_copied_and_pickled_arrays_are_on_their_device(one_of_each, where):
     require_backend(where)

@@ -443,6 +443,7 @@ def test_fixed_bases_give_the_same_sums(multiples):
         key.msm([1] * 299)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g2"])
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"], ["cpu"] * 3])
 def test_several_devices_share_a_sum(name, devices):

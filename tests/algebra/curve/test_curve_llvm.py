@@ -44,6 +44,7 @@ def each_build(test):
     return pytest.mark.skipif(not is_x86, reason="reads x86's instructions")(test)
 
 
+@pytest.mark.sample(2, 1)
 @each_build
 def test_multiples_branch_on_no_scalar_and_no_point(name, form, cpu):
     """The machine code has no conditional jump but those of five loops: the digits of the inversion's exponent, packs,

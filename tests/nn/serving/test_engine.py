@@ -22,6 +22,7 @@ def model():
     return llama()
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("budget", [4, 32, 200])
 def test_greedy_answers_are_those_of_generate(model, fast, budget):
@@ -243,6 +244,7 @@ def test_log_probabilities_are_those_of_the_model(model):
         assert [value for _, value in event.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 @pytest.mark.parametrize(("length", "budget"), [(1, 16), (2, 16), (16, 5), (100, 7), (100, 400), (200, 16)])
 def test_log_probabilities_of_the_prompt_are_those_of_the_model(model, monkeypatch, length, budget, tokens):

@@ -32,6 +32,7 @@ def test_the_split_is_disjoint_complete_and_the_same_each_time(folder):
     assert load_corpus([str(folder)], seed=1).held_out != first.held_out
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("sizes", [(9000,), (300_000,), (40, 700_000, 3), (2_000_000, 90_000), (70,) * 50], ids=str)
 @pytest.mark.parametrize("window", [65, 5125])
 def test_held_out_blocks_are_drawn_from_every_part_and_from_no_training_text(tmp_path, sizes, window):

@@ -333,6 +333,7 @@ def test_rows_that_cancel_but_for_their_last_bits(name, bits):
         assert released.change(x, 2.0**20 * d, none) <= 1.0
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("name", ["linear-odd", "mlp", "conv1d-odd", "tied", "attention", "embedding", "own"])
 def test_a_short_search(name):
     require_bound(name, 24, norms="ghost", autocast=name in ("mlp", "tied"))
@@ -341,6 +342,7 @@ def test_a_short_search(name):
 precision_options = [{}, {"autocast": True}, {"dtype": torch.float64}]
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("options", precision_options, ids=str)
 def test_models_of_layers_drawn_at_random(options):
     for seed in range(3):

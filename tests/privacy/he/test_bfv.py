@@ -99,6 +99,7 @@ OPERANDS = (
 """Integers by which encrypted vectors are added, subtracted and multiplied, some of shapes that do not broadcast."""
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 3), (2, 1, 3), (1,), (2, 1)])
 def test_operands_broadcast_as_numpys_or_are_refused(small, shape):
     """+ - *, from both sides, with numbers, lists, NumPy and torch arrays and ciphertexts: never another result."""

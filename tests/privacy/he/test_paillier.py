@@ -258,6 +258,7 @@ def test_arithmetic_equals_plain_arithmetic(private, kind):
         assert not answer.shape or type(answer) is type(x)
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3), (1,), (2, 1), ()])
 def test_operands_broadcast_as_numpys(private, shape):
     """+ - * from both sides, with numbers, lists, NumPy and torch arrays, ciphertexts: NumPy's result or an error."""

@@ -123,6 +123,7 @@ command = functools.partial(commands.run, "zk")
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", KEY)
 def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tmp_path, capsys):

@@ -194,6 +194,7 @@ def test_every_byte(honest, what, rng, monkeypatch):
             call(changed(data, at))
 
 
+@pytest.mark.slow
 @pytest.mark.search(2)
 def test_no_byte_of_a_proof_can_be_changed(honest, rng, record_property):
     committed, x, y, proof = honest

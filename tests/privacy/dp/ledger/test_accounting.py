@@ -96,6 +96,7 @@ def exact_epsilon(sigma, count, delta):
         return float(low)
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize(("sigma", "count", "delta"), [
     (1.5, 300, 1e-13), (1.5, 10_000, 1e-13), (40.0, 300, 1e-13), (40.0, 10_000, 1e-13), (1.0, 1, 1e-14),
     (5.0, 10_000, 1e-11), (5.0, 10_000, 1e-12), (0.7, 10, 1e-16), (300.0, 10_000, 1e-20), (1.0, 1, 1e-300),

@@ -156,6 +156,7 @@ def laplace_on_opencl(opencl, table, n):
     return opencl.copy_to_host(out, np.int64, (n,))
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("steps", [0.25, 3.0, 1e6, 2.0**29])
 @pytest.mark.parametrize("place", ["llvm", "opencl"])
 def test_laplace_equals_the_reference(request, place, steps):

@@ -254,6 +254,7 @@ def total(loss, count, *, drawn=True, microbatch=None, bound=0.2, seed=0):
         return torch.cat([p.grad.flatten() for p in model.parameters()]) / bound
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("places", [[7], [6, 7], list(range(23))])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("loss", [
@@ -285,6 +286,7 @@ def test_rows_that_are_not_finite_leave_a_loss_that_keeps_examples_apart():
             training.optimizer.step()
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
 def test_a_loss_that_mixes_examples_is_refused(loss, drawn):
@@ -295,6 +297,7 @@ def test_a_loss_that_mixes_examples_is_refused(loss, drawn):
     assert not torch._C._len_torch_function_stack()
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("loss", APART.values(), ids=APART)
 def test_a_loss_that_keeps_examples_apart_passes_and_a_row_moves_the_sum_by_the_bound(loss, drawn):
@@ -309,6 +312,7 @@ def test_a_loss_that_keeps_examples_apart_passes_and_a_row_moves_the_sum_by_the_
     assert not torch._C._len_torch_function_stack()
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("loss", HOSTED.values(), ids=HOSTED)
 def test_numbers_that_the_host_made_of_the_batch_are_named_as_unchecked(loss):
     with pytest.warns(UserWarning, match="whether the loss treats each example by itself: Python or NumPy read values"):

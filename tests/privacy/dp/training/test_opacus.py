@@ -111,6 +111,7 @@ def test_norms_and_clipped_sums_are_opacus_ones(name, theirs):
         torch.testing.assert_close(param.grad, total, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("microbatch", [None, 5])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "words"])
 def test_a_step_without_noise_is_opacus_step(name, microbatch):
@@ -230,6 +231,7 @@ def test_a_program_of_opacus_runs_with_another_import():
     assert len(set(sizes)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
 def test_a_target_ends_the_training(tmp_path):
     model = mlp()

@@ -51,6 +51,7 @@ def sentences():
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize(("make", "loss", "microbatch"), [
     *((mlp, classify, microbatch) for microbatch in (None, 1, 3, 64)),
     (mlp, total, 7),

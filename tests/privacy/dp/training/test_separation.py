@@ -105,6 +105,7 @@ def test_mixed_rows_are_refused(mix):
         loop(Rearranged(mix, lambda h: h), points())
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize(("value", "places"), [(torch.nan, [0]), (torch.inf, [0, 5]), (-torch.inf, [3, 4])])
 @pytest.mark.parametrize("mix", [
     lambda h: h - h.mean(0), lambda h: h.softmax(0), lambda h: h / h.detach().norm(), lambda h: h + 0 * h.sum(),
@@ -275,6 +276,7 @@ def test_rounding_at_random_is_not_taken_for_a_mixture(share, low):
         assert not refusals(6, share=share)
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("mix", [1e-3, 1e-2, 0.03, 0.1])
 @pytest.mark.parametrize(("share", "low"), [(None, True), (1e-3, True), (1e-2, False)])
 def test_a_small_mixture_is_refused_beside_rounding(mix, share, low):
@@ -646,6 +648,7 @@ class Remembering(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize(
     "kind", ["stored", "buffer", "written", "hidden", "first", "cache", "attribute", "number", "mapping", "list"]
 )

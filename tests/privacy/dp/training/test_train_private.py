@@ -403,6 +403,7 @@ def test_what_cannot_be_private_is_refused(run, tmp_path, changes, message):
         run_training(changed, tmp_path / "out", CPU, progress=Watcher(), extension=extension)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_seen_the_text_without_noise_is_no_beginning_of_a_private_run(run, finished_run, tmp_path):
     run_training(run.replaced(steps=1), tmp_path / "seen", CPU, progress=Watcher())
     with pytest.raises(ConfigError, match="seen was trained on this text without noise, and epsilon would not cover"):
