@@ -449,7 +449,7 @@ class RunConfig:
             words.append("--deterministic" if training.deterministic else "--no-deterministic")
         if training.recompute:
             words.append("--recompute")
-        return shlex.join([*words, *more, "--out", out])
+        return shlex.join([*words, *more, *(() if "--out" in more else ("--out", out))])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the "run" entry of config.json; `from_dict` is the inverse."""

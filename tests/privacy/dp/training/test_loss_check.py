@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerant import ops
-from accelerant.errors import UnsupportedCase
+from accelerant.errors import ConfigError, UnsupportedCase
 
 CLASSES, LENGTH = 5, 6
 WEIGHTS = torch.tensor([1.0, 50.0, 1.0, 2.0, 1.0])
@@ -368,7 +368,7 @@ def test_the_gradient_that_backward_is_given_is_part_of_the_loss(engine):
     x, y, _, n = rows()
     for gradient, mixes in (
         (lambda n: torch.full((24,), 1 / 24), False),
-        (lambda n: n / 3.0, False),
+        (lambda n: n / 72.0, False),
         (lambda n: n / n.sum(), True),
     ):
         model = Tagger()
@@ -427,6 +427,31 @@ def test_a_mean_times_its_divisor_is_a_sum():
         with private(model, 1.0, expected_batch_size=24, loss_reduction="sum") as training:
             loss(model(x)).backward()
             assert training.optimizer.tracker.passes == 1
+
+
+@pytest.mark.parametrize(("given", "shown", "loss"), [
+    ("mean", "neither mean nor sum", lambda out, y: flat(out, y) + 0.5 * out.pow(2).sum()),
+    ("mean", "neither mean nor sum", lambda out, y: each(out, y).mean(1).cumsum(0).mean()),
+    ("mean", "a sum", lambda out, y: flat(out, y, reduction="sum") / 64),
+    ("mean", "a sum", lambda out, y: torch.dot(out[:, 0, 0] - y[:, 0], out[:, 0, 0] - y[:, 0])),
+    ("sum", "a mean", lambda out, y: 64 * flat(out, y)),
+    ("sum", "neither mean nor sum", lambda out, y: flat(out, y) + 0.5 * out.pow(2).sum()),
+])  # fmt: skip
+def test_a_term_that_is_not_reduced_as_was_said_is_refused(given, shown, loss):
+    """A row that is removed changes the factors of all others: the sum moves by up to twice the bound."""
+    x, y, *_ = rows()
+    with private(Tagger(), 1.0, expected_batch_size=24, loss_reduction=given) as training:
+        value = loss(training.model(x), y)
+        with pytest.raises(ConfigError, match=f"the loss is no {given} over the rows.* show {shown}|is a mean over"):
+            value.backward()
+
+
+def test_gradients_that_are_rounding_alone_show_no_reduction():
+    x, *_ = rows()
+    with private(Tagger(), 1.0, expected_batch_size=24) as training, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*loss.*")
+        out = training.model(x)
+        F.kl_div(out.log_softmax(-1), out.detach().softmax(-1), reduction="batchmean").backward()
 
 
 def test_class_weights_are_refused_before_a_batch_shows_them():

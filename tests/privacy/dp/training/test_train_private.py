@@ -351,6 +351,10 @@ def test_the_command_that_starts_a_run_again_names_the_ledger_of_others(tmp_path
         "--ledger",
         str(shared),
     ]
+    out.mkdir()
+    (spent := out / "privacy-ledger.jsonl").touch()
+    assert PrivateRun(settings(out)).words(out) == [*given, "--ledger", str(spent), "--out", f"{out}-again"]
+    assert MICRO.replaced(name="tiny").command(str(out), "cpu", ["--out", "again"]).count("--out") == 1
 
 
 @pytest.mark.slow

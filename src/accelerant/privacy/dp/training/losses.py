@@ -3,8 +3,8 @@
 A loss that divides by a number of the batch (a sum of class weights, a count of labels) gives each example a gradient
 that all others change. So torch's functions between a draw, the model's result and `backward` are recorded, but for the
 model's, and called again with about half of the rows replaced: the gradient at the result of each row that was kept
-must be as it was. That is done in the first passes, and then at random. Means that divide by class weights, or by a
-count of labels, are known by their arguments.
+must be as it was. Without the others it must be what the reduction says. That is done in the first passes, and then at
+random. Means that divide by class weights, or by a count of labels, are known by their arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerant.errors import UnsupportedCase
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.ops._differentiable import recorders
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import tensors_of
@@ -34,6 +34,7 @@ from accelerant.privacy.dp.clipping.rules import tensors_of
 _FIRST = 10  # Backward passes whose loss is repeated
 _SHARE = 1 / 512  # of the later passes: repeating a loss takes about as long as five losses
 _TOLERANCE = 1e-4  # Largest change of a row's gradient that counts as none, relative to the largest
+_IGNORE_INDEX = -100  # torch's default
 _MOST_OPS = 4000  # Recorded calls after which recording ends: a loop that never calls backward
 
 _REMEDY = (
@@ -140,8 +141,10 @@ class LossCheck:
                     "results), the gradients of others changed"
                 )
                 raise UnsupportedCase(f"{reason}. {_ROWS}. {_REMEDY}")
+            if trace.misfit:
+                raise ConfigError(trace.misfit)
 
-    def check_labels(self, labels: Tensor, ignored: int = -100) -> None:
+    def check_labels(self, labels: Tensor, ignored: int = _IGNORE_INDEX) -> None:
         """Check the labels of a mean that a model of accelerant.nn takes itself, over those that are not ignored."""
         rows = labels.shape[0] if labels.dim() else 0
         if self._clipper.loss_reduction != "mean" or rows < 2 or _compiled():
@@ -242,7 +245,8 @@ class _LossTrace(TorchFunctionMode):
     """The calls of torch's functions in a loss.
 
     It lies below all other modes. If `drawn`, the inputs are the whole batch: other tensors are of no example. `inputs`
-    and `results` are slots of what the model was given and returned; `blame` is what a known loss divides by.
+    and `results` are slots of what the model was given and returned; `blame` is what a known loss divides by, `misfit`
+    the way in which it is not reduced as was said.
     """
 
     def __init__(self, clipper: PerExampleClipper, inputs: Iterable[Any], *, drawn: bool) -> None:
@@ -266,7 +270,7 @@ class _LossTrace(TorchFunctionMode):
         self._active = True
         self.inputs: list[int] = []
         self.results: list[int] = []
-        self.blame = ""
+        self.blame = self.misfit = ""
         for each in inputs:
             if isinstance(each, Tensor) and each.dim():
                 self._rows[self._add_leaf(each, rows=True)] = len(each)
@@ -560,7 +564,47 @@ class _LossTrace(TorchFunctionMode):
                 return True
         for number in self._hosted.keys() & used:
             raise _NotRepeatable(self._hosted[number])
+        if any(call.random is not None for call in calls):
+            return False
+        constants = [each for call in calls for each in pytree.tree_leaves(call.args) if not isinstance(each, _Slot)]
+        for each in (self._leaves[number].tensor for number in used & self._leaves.keys()):
+            if (
+                each.numel()
+                and each.layout == torch.strided
+                and not each.is_complex()
+                and bool((each == each.flatten()[0]).all())
+            ):
+                constants.append(float(each.flatten()[0]))
+        self.misfit = self._misfit(
+            [each[: (rows + 1) // 2] for each in before],
+            lambda index: self._repeat(calls, wanted, results, used, index, rows)[0], constants, rows,
+        )  # fmt: skip
         return False
+
+    def _misfit(
+        self, before: Sequence[Tensor], repeated: Callable[[Tensor], Sequence[Tensor]], constants: Iterable[Any],
+        rows: int,
+    ) -> str:  # fmt: skip
+        """Return what is wrong if half of the rows, without the others, show another reduction than was given."""
+        few = (rows + 1) // 2
+        if few < 2 or any(_counts(each, rows) for each in constants):
+            return ""
+        try:
+            after = repeated(torch.arange(few, device="cpu"))
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError):
+            return ""  # it is written for so many rows
+        given, kept = self._clipper.loss_reduction, torch.ones(few, dtype=torch.bool, device="cpu")
+        shares, rounding = {"sum": 1.0, "mean": few / rows}, 16.0 / (1 if given == "sum" else rows)
+        found = [name for name in shares if not _moved(before, [x * shares[name] for x in after], kept, rounding)]
+        if given in found:
+            return ""
+        shown = f"a {found[0]}" if found else "neither mean nor sum"
+        remedy = f"loss_reduction={found[0]!r}, or " if found else ""
+        return (
+            f"the loss is no {given} over the rows, in all its terms: the gradients of half of them, without the "
+            f"others, show {shown}. Examples would be clipped to a bound that changes with the number of rows. Give "
+            f"{remedy}a loss that is a {given}"
+        )
 
     def _mixes_inputs(self, rows: int) -> bool:
         """Return whether what the model is given for a row changes when others are replaced."""
@@ -650,6 +694,7 @@ class _LossTrace(TorchFunctionMode):
                 total = torch.stack([each.sum().double() for each in losses]).sum()
                 gradients = torch.autograd.grad(total, inputs, allow_unused=True)
         found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, gradients, strict=True)]
+        rows = rows if index is None else len(index)
         return [each.reshape(rows, -1) for each in found], [each.detach() for each in losses]
 
     def _call(self, call: _RecordedCall, values: dict[int, Tensor], rows: int | None) -> None:
@@ -680,6 +725,16 @@ def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[i
     return {slot.number for slot in slots} | {number for number in wanted if number is not None}
 
 
+def _counts(constant: Any, rows: int) -> bool:
+    """Return whether a constant of a call may be made from the number of rows."""
+    if isinstance(constant, tuple):
+        return any(_counts(each, rows) for each in constant)
+    if isinstance(constant, bool) or not isinstance(constant, (int, float)) or not math.isfinite(constant):
+        return False
+    size = abs(constant if abs(constant) >= 1 or not constant else 1.0 / constant) / rows
+    return constant != _IGNORE_INDEX and size > 0.5 and math.isclose(size, round(size), rel_tol=1e-6)
+
+
 def _literals() -> frozenset[float]:
     """Return the literals in the code that called torch."""
     frame: Any = sys._getframe(2)
@@ -695,16 +750,17 @@ def _literals() -> frozenset[float]:
     return frozenset(found)
 
 
-def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> bool:
-    """Return whether the gradient of a row that was kept has changed."""
+def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor, rounding: float = 0.0) -> bool:
+    """Return whether the gradient of a row that was kept has changed, by more than so many units of rounding of 1."""
     for one, two in zip(before, after, strict=True):
         rows = kept.to(one.device)
         one, two = one[rows].double(), two[rows].double()
         scale = torch.linalg.vector_norm(one, dim=1).nan_to_num(0.0, 0.0).amax()
-        tolerance = max(_TOLERANCE, 2 * torch.finfo(before[0].dtype).eps)
+        eps = torch.finfo(before[0].dtype).eps
+        tolerance = max(_TOLERANCE, 2 * eps)
         same = (one == two) | (one.isnan() & two.isnan())
         change = torch.linalg.vector_norm((two - one).masked_fill(same, 0.0), dim=1)
-        if not bool((change <= tolerance * scale).all()):  # NaN has changed
+        if not bool((change <= tolerance * scale + rounding * eps).all()):  # NaN has changed
             return True
     return False
 

@@ -199,6 +199,8 @@ class PrivateRun(Extension):
             words += ["--noise-multiplier", str(requested.noise_multiplier)]
         if not self._is_own_ledger(folder):
             words += ["--ledger", requested.ledger]
+        elif (spent := folder / RunFolder.LEDGER).is_file():  # counted on, by a run in another folder
+            words += ["--ledger", str(spent), "--out", f"{folder}-again"]
         return [*words, "--insecure-noise"] if requested.insecure_noise else words
 
     def _is_own_ledger(self, folder: Path) -> bool:
