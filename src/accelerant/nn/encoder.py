@@ -10,6 +10,7 @@ Source: Devlin et al. 2018, arXiv:1810.04805; Reimers and Gurevych 2019, arXiv:1
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,9 @@ from accelerant.nn.models.hugging_face import Fields, Layout, Part, built, descr
 from accelerant.nn.models.tokenizer import read_tokenizer
 from accelerant.runtime.files import clipped, decode_json, read_regular
 
-_BATCH_TOKENS = 8192
+_BATCH_TOKENS = 8192, 65536
+"""Tokens of a batch, on a CPU and on a GPU."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
@@ -211,10 +215,25 @@ class Encoder:
     def encode_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """Return the vectors of texts that are tokens already; errors as of `require_ids`."""
         self.require_ids(ids)
-        found = torch.empty(len(ids), self.dim, device=self.device)
-        for rows in _batches([len(row) for row in ids]):
-            found[torch.tensor(rows, device=self.device)] = self._vectors([ids[row] for row in rows])
-        return found
+        lengths = np.array([len(row) for row in ids], np.int64)
+        batches = list(_batches(lengths.tolist(), _BATCH_TOKENS[self.device.type == "cuda"]))
+        order = [row for batch in batches for row in batch]
+        ends = lengths[order].cumsum()
+        total = int(lengths.sum())
+        tokens = np.fromiter(itertools.chain.from_iterable(ids[row] for row in order), np.int64, total)
+        starts = torch.from_numpy(np.pad(ends, (1, 0))).to(self.device)  # all at once: a copy waits for what ran before
+        flat = torch.from_numpy(tokens).to(self.device)
+        positions = torch.arange(total, device=self.device)
+        positions -= starts[:-1].repeat_interleave(starts.diff(), output_size=total)
+        found, first, begin = torch.empty(len(ids), self.dim, device=self.device), 0, 0
+        for rows in batches:
+            stop, end = first + len(rows), int(ends[first + len(rows) - 1])
+            offsets = starts[first : stop + 1] - begin
+            h = self._model(flat[begin:end], positions[begin:end], offsets.int(), len(ids[rows[-1]])).float()
+            pooled = torch.segment_reduce(h, "mean", offsets=offsets) if self._mean else h[offsets[:-1]]
+            found[first:stop] = nn.functional.normalize(pooled)
+            first, begin = stop, end
+        return torch.empty_like(found).index_copy_(0, torch.tensor(order, dtype=torch.int64, device=self.device), found)
 
     def require_ids(self, ids: Sequence[Sequence[int]]) -> None:
         """Raise RangeError for a text without tokens or with too many, or an unknown token."""
@@ -225,25 +244,13 @@ class Encoder:
             if min(row) < 0 or max(row) >= size:
                 raise RangeError(f"ids are 0 to {size - 1:,}, got {min(row) if min(row) < 0 else max(row):,}")
 
-    def _vectors(self, ids: list[Sequence[int]]) -> Tensor:
-        lengths = torch.tensor([len(row) for row in ids])
-        starts = torch.zeros(len(ids) + 1, dtype=torch.int32)
-        starts[1:] = lengths.cumsum(0)
-        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
-        flat = torch.tensor([token for row in ids for token in row])
-        flat, positions, starts = (x.to(self.device) for x in (flat, positions, starts))
-        h = self._model(flat, positions, starts, int(lengths.max())).float()
-        rows = starts.long()
-        pooled = torch.segment_reduce(h, "mean", offsets=rows) if self._mean else h[rows[:-1]]
-        return nn.functional.normalize(pooled)
 
-
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of texts, similar lengths together, at most _BATCH_TOKENS tokens or one text at once."""
+def _batches(lengths: Sequence[int], most: int = 8192) -> Iterator[list[int]]:
+    """Yield the indices of texts, similar lengths together, at most so many tokens or one text at once."""
     batch: list[int] = []
     total = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and total + lengths[row] > _BATCH_TOKENS:
+        if batch and total + lengths[row] > most:
             yield batch
             batch, total = [], 0
         batch.append(row)
