@@ -585,6 +585,21 @@ def test_a_model_that_lacks_memory_as_it_was_stays_on_our_ops_while_they_are_com
     assert kernels.sides == [False] + [True] * 4
 
 
+def test_free_memory_is_asked_for_again_where_it_is_scarce(monkeypatch):
+    free, asked = [800], []
+    monkeypatch.setattr(choice, "_free_bytes", lambda: asked.append(None) or free[0])
+    trial = choice._Trial((True, True, torch.device("cuda"), torch.float32, 0, 0), settled=True, body=True)
+    labels = {"labels": torch.zeros(2, dtype=torch.long)}
+    model = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=4))  # 8 logits, 96 bytes
+    assert [choice._has_room(model, trial, labels) for _ in range(3)] == [True] * 3
+    assert len(asked) == 1
+    model.config.vocab_size = 8
+    assert [choice._has_room(model, trial, labels) for _ in range(3)] == [True] * 3
+    free[0] = 192
+    assert not choice._has_room(model, trial, labels)
+    assert len(asked) == 5
+
+
 def test_a_model_that_no_process_has_compiled_for_runs_as_it_was_first(monkeypatch, tmp_path):
     model, now = make("gpt2"), [0.0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -55,6 +55,8 @@ BRIEF_S = 0.1
 A trial of such calls, in which our ops are imported, takes longer than later calls could gain.
 """
 
+_AMPLE = 8  # times what calls as they were need, of the memory that was free: it is not asked for again
+
 WARM_UP = "eager: before the capture"  # an outcome that the report counts
 
 
@@ -101,6 +103,7 @@ class _Trial:
         self.reopened = False  # whether graphs decided before, which may be held still
         self._lost, self._lost_since = 0, 0  # calls without a graph since the decision, and all replays before them
         self.kept_bytes = 0  # the most that a call on our ops kept for its backward pass on a GPU
+        self.ample_bytes = 0  # a small part of the memory that was free: the driver takes long to say how much is
 
     def side(self, current: bool) -> bool:
         """Return on which side the next call runs: in turns, A B B A A B B, so that a drift is shared.
@@ -433,7 +436,7 @@ class Choice:
     ) -> Any:  # fmt: skip
         """Run a call and add it to the laps of its side, or let the next call do so."""
         ours, whole, graphs = record.ours, not self._waiting, record.report.graphs
-        counts, held = Counter(graphs), _allocated_bytes(trial)
+        counts, held = Counter(graphs), _allocated_bytes(trial) if ours else 0
         start = trial.now()
         try:
             result = self._run(model, record, args, kwargs)
@@ -528,7 +531,12 @@ def _has_room(model: Any, trial: _Trial, kwargs: dict[str, Any]) -> bool:
     """Return whether a call as it was, which keeps logits in two dtypes with a gradient, will fit into memory."""
     if trial.key[2].type != "cuda":
         return True
-    return 2 * trial.kept_bytes + 12 * _logits(model, kwargs) < _free_bytes()
+    needed = 2 * trial.kept_bytes + 12 * _logits(model, kwargs)
+    if needed >= trial.ample_bytes:
+        free = _free_bytes()
+        trial.ample_bytes = free // _AMPLE
+        return needed < free
+    return True
 
 
 def _logits(model: Any, kwargs: dict[str, Any]) -> int:
