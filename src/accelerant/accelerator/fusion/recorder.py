@@ -148,10 +148,6 @@ _HEAD = object.__basicsize__
 _FIELDS = 6  # words of a PyArrayObject: data, dimensions, sizes, strides, base, dtype
 
 
-def _words(x: object) -> list[int]:
-    return list((ctypes.c_int64 * _FIELDS).from_address(id(x) + _HEAD))
-
-
 def _readable() -> bool:
     """Return whether NumPy's arrays and tuples are in memory as fused_call reads them."""
     if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8 or _HEAD != 16:
@@ -159,7 +155,7 @@ def _readable() -> bool:
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
     x = np.zeros((3, 5, 7), np.float32)[:, ::2]
-    data, count, sizes, strides, _, dtype = _words(x)
+    data, count, sizes, strides, _, dtype = (ctypes.c_int64 * _FIELDS).from_address(id(x) + _HEAD)
     shown = (ctypes.c_int64 * 3).from_address(sizes), (ctypes.c_int64 * 3).from_address(strides)
     pair = (x, dtype)
     items = (ctypes.c_int64 * 2).from_address(id(pair) + tuple.__basicsize__)

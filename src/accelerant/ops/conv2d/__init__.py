@@ -264,23 +264,6 @@ def conv2d(
     check_dtype("conv2d", x)
     x, weight, bias = cast_for_autocast(x, weight, bias)
     steps, spread = pair("stride", stride, 1), pair("dilation", dilation, 1)
-    images = _check(x, weight, bias, groups)
-    edges = [0, 0]
-    if isinstance(padding, str):
-        if padding not in ("valid", "same"):
-            raise ConfigError(f"padding must be numbers, 'valid' or 'same', got {padding!r}")
-        if padding == "same":
-            if steps != [1, 1]:
-                raise ConfigError(f"padding 'same' takes stride 1, got {stride!r}")
-            images, edges = _same(images, weight, spread)
-    else:
-        edges = pair("padding", padding, 0)
-    output_sizes(images, list(weight.shape[2:]), steps, edges, spread)
-    y: Tensor = _conv2d(images, weight, bias, steps, edges, spread, groups)
-    return y if x.dim() == 4 else y.squeeze(0)
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     check_matches("conv2d", x, weight=weight, bias=bias)
     images = as_images("conv2d", x)
     if weight.dim() != 4 or 0 in weight.shape:
@@ -294,7 +277,19 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tenso
         raise ShapeError(f"x has {channels} channels, weight {tuple(weight.shape)} in {groups} groups takes {taken}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias must be ({out},), got {tuple(bias.shape)}")
-    return images
+    edges = [0, 0]
+    if isinstance(padding, str):
+        if padding not in ("valid", "same"):
+            raise ConfigError(f"padding must be numbers, 'valid' or 'same', got {padding!r}")
+        if padding == "same":
+            if steps != [1, 1]:
+                raise ConfigError(f"padding 'same' takes stride 1, got {stride!r}")
+            images, edges = _same(images, weight, spread)
+    else:
+        edges = pair("padding", padding, 0)
+    output_sizes(images, list(weight.shape[2:]), steps, edges, spread)
+    y: Tensor = _conv2d(images, weight, bias, steps, edges, spread, groups)
+    return y if x.dim() == 4 else y.squeeze(0)
 
 
 def _padding(weight: Tensor, dilation: list[int]) -> list[int]:

@@ -487,12 +487,6 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
     """
     _library.check_dtype("linear_gelu", x)
     x, weight, bias = _library.cast_for_autocast(x, weight, bias)
-    _check(x, weight, bias, approximate)
-    y: Tensor = _linear_gelu(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, approximate)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> None:
     _library.check_matches("linear_gelu", x, weight=weight, bias=bias)
     if x.dim() == 0:
         raise ShapeError("x must be (..., K), got a scalar")
@@ -502,6 +496,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> 
         raise ShapeError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
     if approximate not in _APPROXIMATIONS:
         raise ConfigError(f"approximate must be 'none' or 'tanh', got {clipped(approximate)}")
+    y: Tensor = _linear_gelu(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, approximate)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _case(x: Tensor, weight: Tensor, *options: str) -> Case:

@@ -170,22 +170,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     check_dtype("matmul", a, "a")
     a, b = cast_for_autocast(a, b)
-    _check(a, b)
-    if torch.compiler.is_compiling():
-        return torch.matmul(a, b)
-    if a.dim() == 1:
-        return matmul(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
-    if b.dim() == 1:
-        return matmul(a, b.unsqueeze(1)).squeeze(-1)
-    if b.dim() == 2 and a.dim() > 2:  # one product over all rows, forward and backward
-        return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
-    if not is_plain(a) or not _library.is_ordinary(b):
-        return _op(a, b)
-    result = _cpu.run(matmul_op, _case(a, b), (a, b)) if a.is_cpu or _cpu.thread.small else NotImplemented
-    return _product(a, b) if result is NotImplemented else result
-
-
-def _check(a: Tensor, b: Tensor) -> None:
     check_matches("matmul", a, "a", b=b)
     if not a.dim() or not b.dim():
         raise ShapeError(
@@ -198,6 +182,18 @@ def _check(a: Tensor, b: Tensor) -> None:
             torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except RuntimeError:
             raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
+    if torch.compiler.is_compiling():
+        return torch.matmul(a, b)
+    if a.dim() == 1:
+        return matmul(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
+    if b.dim() == 1:
+        return matmul(a, b.unsqueeze(1)).squeeze(-1)
+    if b.dim() == 2 and a.dim() > 2:  # one product over all rows, forward and backward
+        return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
+    if not is_plain(a) or not _library.is_ordinary(b):
+        return _op(a, b)
+    result = _cpu.run(matmul_op, _case(a, b), (a, b)) if a.is_cpu or _cpu.thread.small else NotImplemented
+    return _product(a, b) if result is NotImplemented else result
 
 
 _linear_cpu = CpuFastPath(

@@ -219,12 +219,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
     Source: Su et al. 2021, arXiv:2104.09864, equation 34.
     """
-    _check(x, cos, sin)
-    y: Tensor = _rope(x, cos, sin, interleaved)
-    return y
-
-
-def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_dtype("rope", x)
     if x.dim() != 4 or x.shape[3] % 2 or not x.shape[3]:
         raise ShapeError(f"x must be (B, H, S, D) with an even D of at least 2, got {tuple(x.shape)}")
@@ -238,6 +232,8 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         check_or_float32(name, table, x)
     if cos.shape != sin.shape:
         raise ShapeError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    y: Tensor = _rope(x, cos, sin, interleaved)
+    return y
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -90,15 +90,6 @@ def adapters() -> list[Any]:
     return sorted(found, key=lambda each: _ORDER.get(each.info["adapter_type"], 2))
 
 
-def _load_triton() -> None:
-    """Load Triton's library before Mesa's LLVM: after it, the import of Triton ends the process."""
-    spec = importlib.util.find_spec("triton")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for library in Path(folder).glob("_C/libtriton*.so"):
-            with contextlib.suppress(OSError):  # a library that does not load does not clash either
-                ctypes.CDLL(str(library))
-
-
 class WebgpuProvider(DriverProvider):
     """Devices of wgpu. A software device (lavapipe, SwiftShader) says so in its properties."""
 
@@ -111,7 +102,12 @@ class WebgpuProvider(DriverProvider):
     standard: ClassVar[str] = "WebGPU"
 
     def __init__(self) -> None:
-        _load_triton()
+        # Load Triton's library before Mesa's LLVM: after it, the import of Triton ends the process
+        spec = importlib.util.find_spec("triton")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for library in Path(folder).glob("_C/libtriton*.so"):
+                with contextlib.suppress(OSError):  # a library that does not load does not clash either
+                    ctypes.CDLL(str(library))
         super().__init__([_WebgpuDevice(adapter) for adapter in adapters()])
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
