@@ -23,8 +23,10 @@ class PerExampleSink(Protocol):
 
     Tensors that are passed stay unchanged until the pass is over. A parameter that is None, or not clipped, costs
     nothing. What several calls give of one parameter is summed for each example. Where an example is left out, its rows
-    of dy may be set to 0 when the pass is over.
+    of dy may be set to 0 when the pass is over. A layer sets `shared` if it takes an input for that of all examples.
     """
+
+    shared: bool
 
     @property
     def examples(self) -> int | None:

@@ -235,6 +235,7 @@ USES = {
     "added-first": lambda h, places, B, T: places(torch.arange(T)) + h,
     "with-a-dimension": lambda h, places, B, T: h + places(torch.arange(T))[None],
     "of-one-row": lambda h, places, B, T: h + places(torch.arange(T)[None]),
+    "one row, repeated": lambda h, places, B, T: h * places(torch.arange(T)[None]).repeat(B, 1, 1),
     "repeated": lambda h, places, B, T: h * places(torch.arange(T)).unsqueeze(0).repeat(B, 1, 1),
     "concatenated": lambda h, places, B, T: torch.cat((h, places(torch.arange(T)).expand(B, -1, -1)), 1),
     "normalised": lambda h, places, B, T: h + F.layer_norm(places(torch.arange(T)), (4,)),
@@ -358,6 +359,10 @@ def test_other_refusals():
     PerExampleClipper(model, max_grad_norm=1.0)
     with pytest.raises(UnsupportedCase, match=r"RNN has parameters of its own.*register a LayerRule"):
         model(torch.randn(5, 2, 4))
+    model = Positions(lambda h, places, B, T: USES["one row, repeated"](h, places, B, T) if h.sum().item() else h)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match=r"then the model raised: The size of tensor.*item\(\)"):
+        model(torch.randint(7, (4, 5)))
     with pytest.raises(UnsupportedCase, match=r"0 \(EmbeddingBag\): sparse gradients are not made"):
         PerExampleClipper(nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True)), max_grad_norm=1.0)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer import column_sums_each
 from accelerant.privacy.dp.clipping import backward_pass, launch, rules
@@ -212,7 +212,7 @@ class WholeModel(OwnParametersRule):
         if self._by_itself or rules.in_region():
             return super().forward(*args, **kwargs)
         sink, before = self._clipper, self._clipper.inputs
-        sink.inputs = args, kwargs
+        sink.inputs, sink.shared, cause = (args, kwargs), False, None
         try:
             with sink.unannounced(on_error=True):
                 result = self.plain(*args, **kwargs)
@@ -222,9 +222,22 @@ class WholeModel(OwnParametersRule):
             if sink.batch is None:
                 raise
             once = error.once
+        except (RuntimeError, ValueError, IndexError) as error:
+            if not sink.shared or isinstance(error, AccelerantError | torch.OutOfMemoryError):
+                raise
+            once, cause = False, error
         finally:
             sink.inputs = before
-        result = super().forward(*args, **kwargs)
+        try:
+            result = super().forward(*args, **kwargs)
+        except UnsupportedCase as error:
+            if cause is None:
+                raise
+            raise UnsupportedCase(
+                f"a layer got an input with 1 in its first dimension, as what all examples share, and its result has "
+                f"one entry for each of them; then the model raised: {str(cause).rstrip('. ')}. By itself for each "
+                f"example it cannot run, either: {error}"
+            ) from cause
         self._by_itself = not once
         return result
 
@@ -366,6 +379,7 @@ class PerExampleClipper:
         self._clipping = clipping
         self._pass: BackwardPass | None = None
         self._ignored: int | None = None
+        self.shared = False  # a layer's input with 1 in its first dimension was taken for that of all examples
         self.inputs: Any = None  # of a running model that can be run again for each example by itself
         self._calls = 0  # nested calls of the model that have not returned
         self._expected: dict[int, int] = {}  # contributions of the next pass, by parameter

@@ -172,6 +172,7 @@ class _EmbeddingRule(LayerRule):
             tokens = tokens[None] if shared else tokens
         if count is None or tokens.dim() == 0 or tokens.shape[0] != 1:
             tokens, count = self.examples_first(tokens, least=1)
+        self.sink.shared = self.sink.shared or tokens.shape[:1] != (count,)
         y = lookup(tokens, self.module.weight, self.module.padding_idx, self.sink, count)
         return SharedRows.of(y) if shared and self.sink.runs_by_example else y
 

@@ -288,6 +288,7 @@ class LayerRule(ABC):
         if count is None or x.shape[0] == count:
             return x, x.shape[0]
         if x.shape[0] == 1:
+            self.sink.shared = True
             return x.expand(count, *x.shape[1:]), count
         message = (
             f"{self.module} got {tuple(x.shape)}, whose first dimension is not the batch of {count} examples that the "
