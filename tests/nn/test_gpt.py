@@ -194,12 +194,9 @@ def test_input_is_checked(model):
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "context", "layers", "heads", "width"])
-def test_config_refuses_zero(field):
+def test_config_refuses_zero_and_heads_that_do_not_divide(field):
     with pytest.raises(ConfigError, match=f"{field} must be at least 1, got 0"):
         GPTConfig(**{field: 0})
-
-
-def test_config_refuses_heads_that_do_not_divide():
     with pytest.raises(ConfigError, match="multiple of heads"):
         GPTConfig(width=10, heads=3)
 

@@ -62,11 +62,6 @@ def test_wrong_shapes_are_refused(layer, shape):
         layer(torch.zeros(shape))
 
 
-def test_heads_must_divide_the_width():
-    with pytest.raises(ConfigError, match="multiple of heads, got width 6 and 4"):
-        MultiHeadAttention(6, 4)
-
-
 # --- as torch's layers, with their weights ---------------------------------------------------------------------------
 TANH = partial(F.gelu, approximate="tanh")
 
@@ -315,6 +310,8 @@ def test_contexts_and_masks_that_do_not_fit_are_refused(make, call, message):
 
 
 def test_values_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="multiple of heads, got width 6 and 4"):
+        MultiHeadAttention(6, 4)
     with pytest.raises(ConfigError, match=r"dropout must be at least 0 and below 1, got 1\.0"):
         TransformerBlock(8, 2, dropout=1.0)
     with pytest.raises(ConfigError, match="at least one input and output, got 8 and 0"):

@@ -298,23 +298,6 @@ def test_elements_of_a_proof(parts, path, new, match):
     assert where in str(refused.value)
 
 
-@pytest.mark.parametrize(("path", "new", "match"), [
-    (("pi_a",), None, 'no "pi_a"'),
-    (("pi_a",), lambda old: old[:2], "list of 3"),
-    (("pi_a", 2), lambda _: "2", 'must be "1"'),
-    (("pi_a", 2), lambda _: "0", 'must be "1"'),
-    (("pi_b", 2, 1), lambda _: "1", "must be"),
-    (("pi_b", 0), lambda old: [*old, "0"], "list of 2"),
-    (("pi_b",), lambda _: {}, "list of 3"),
-    (("protocol",), lambda _: "plonk", "groth16"),
-    (("protocol",), None, "groth16"),
-    (("curve",), lambda _: "secp256k1", "bn128, bls12381"),
-])  # fmt: skip
-def test_the_shape_of_a_proof(parts, path, new, match):
-    with pytest.raises(FormatError, match=match):
-        Proof.from_json(changed(parts.json["proof"], path, new))
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", '"x"', "[" * 200 + "]" * 200, b"\xff"])
 def test_texts_that_are_no_proof(text):
     with pytest.raises(FormatError):
@@ -323,19 +306,29 @@ def test_texts_that_are_no_proof(text):
         VerificationKey.from_json(text)
 
 
-@pytest.mark.parametrize(("path", "new", "match"), [
-    (("nPublic",), lambda old: old + 1, "nPublic \\+ 1"),
-    (("nPublic",), lambda _: -1, "must be a number of public inputs"),
-    (("nPublic",), lambda _: True, "must be a number of public inputs"),
-    (("nPublic",), lambda _: 10**30, "must be a number of public inputs"),
-    (("nPublic",), None, "nPublic"),
-    (("IC",), lambda old: old[:-1], "IC"),
-    (("IC",), None, "IC"),
-    (("vk_beta_2",), None, "vk_beta_2"),
+@pytest.mark.parametrize(("kind", "path", "new", "match"), [
+    (Proof, ("pi_a",), None, 'no "pi_a"'),
+    (Proof, ("pi_a",), lambda old: old[:2], "list of 3"),
+    (Proof, ("pi_a", 2), lambda _: "2", 'must be "1"'),
+    (Proof, ("pi_a", 2), lambda _: "0", 'must be "1"'),
+    (Proof, ("pi_b", 2, 1), lambda _: "1", "must be"),
+    (Proof, ("pi_b", 0), lambda old: [*old, "0"], "list of 2"),
+    (Proof, ("pi_b",), lambda _: {}, "list of 3"),
+    (Proof, ("protocol",), lambda _: "plonk", "groth16"),
+    (Proof, ("protocol",), None, "groth16"),
+    (Proof, ("curve",), lambda _: "secp256k1", "bn128, bls12381"),
+    (VerificationKey, ("nPublic",), lambda old: old + 1, "nPublic \\+ 1"),
+    (VerificationKey, ("nPublic",), lambda _: -1, "must be a number of public inputs"),
+    (VerificationKey, ("nPublic",), lambda _: True, "must be a number of public inputs"),
+    (VerificationKey, ("nPublic",), lambda _: 10**30, "must be a number of public inputs"),
+    (VerificationKey, ("nPublic",), None, "nPublic"),
+    (VerificationKey, ("IC",), lambda old: old[:-1], "IC"),
+    (VerificationKey, ("IC",), None, "IC"),
+    (VerificationKey, ("vk_beta_2",), None, "vk_beta_2"),
 ])  # fmt: skip
-def test_the_shape_of_a_key(parts, path, new, match):
+def test_the_shape_of_a_proof_and_of_a_key(parts, kind, path, new, match):
     with pytest.raises(FormatError, match=match):
-        VerificationKey.from_json(changed(parts.json["verification_key"], path, new))
+        kind.from_json(changed(parts.json["proof" if kind is Proof else "verification_key"], path, new))
 
 
 def test_the_inputs_must_be_known(parts):
