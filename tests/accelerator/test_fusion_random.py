@@ -78,6 +78,7 @@ def check(text, got, eager, exact):
     assert torch.equal(got[zero].signbit(), eager[zero].signbit()), text
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("device", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cpu", "opencl"))])
 def test_random_expressions_in_float32(device, seed, monkeypatch):

@@ -66,6 +66,7 @@ def cases():
             yield pytest.param(name, target, marks=[*slow, *[pytest.mark.soak] * repeats], id=f"{name}-{target}")
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.usefixtures("clang")
 @pytest.mark.parametrize(("name", "target"), list(cases()))
 def test_registers_and_spills_of_every_portable_kernel(name, target, record_property):

@@ -171,6 +171,7 @@ def test_shapes_of_another_class_are_measured_again(clock):
     assert [text.partition(",")[0] for text in report.choices.values()] == ["on our ops", "as it was", "as it was"]
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_on_a_cpu_a_model_of_transformers_has_only_a_large_loss_on_our_ops(family, monkeypatch):
     model, inputs = make(family), batch(family)

@@ -169,6 +169,7 @@ MODULES = {
 }
 
 
+@pytest.mark.sample(3, 1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("graph", [None, True])
 @CALLER

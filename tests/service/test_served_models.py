@@ -412,7 +412,8 @@ def leave(served, body, after=1):
             connection.recv(after)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [12, 1000])
 def test_disconnections_leak_no_blocks(served, count):
     names = "accelerant_model_generated_tokens_total", "accelerant_model_prefix_lookup_tokens"
     generated, looked_up = (gauges(served, name) for name in names)

@@ -131,6 +131,7 @@ def test_random_is_uniform_and_below_the_modulus(field):
 
 
 # --- functions of words ----------------------------------------------------------------------------------------------
+@pytest.mark.sample(2, 1)
 def test_every_function_is_exact_on_edge_values(field, device):
     p = field.modulus
     x, y = pairs(p)
@@ -325,6 +326,7 @@ def test_tensors_give_tensors(one_of_each, device):
 
 
 # --- FieldArray ------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(2, 1)
 def test_expressions_of_field_arrays(field, device):
     p = field.modulus
     values = edges(p)[1:]

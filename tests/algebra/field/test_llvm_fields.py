@@ -126,6 +126,7 @@ def test_sums_and_products(run):
     run.check(run("field_from_montgomery", x), [a * u % p for a in x])
 
 
+@pytest.mark.sample(2, 1)
 @each_case
 def test_operands_that_are_not_reduced(run):
     """Any words are reduced where an entry says so, and may be the second factor."""

@@ -122,6 +122,7 @@ def test_rules_out_of_range_are_refused(field, value):
         Sampling(**{field: value})
 
 
+@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("rules", [Sampling(1.3), Sampling(top_p=0.8)], ids=["plain", "top_p"])
 def test_proposals_change_no_distribution(rules):
     """Chi-square of the two tokens after a prompt that proposes them, against the model's probabilities."""

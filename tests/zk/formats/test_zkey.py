@@ -202,6 +202,7 @@ def out_of_subgroup(curve):
     raise AssertionError("none found")
 
 
+@pytest.mark.sample(2, 1)
 def test_a_point_out_of_the_subgroup_among_many_is_found(tmp_path, family):
     """Sections of so many points are tested as sums of random subsets."""
     with Zkey.open(path_of(family.name)) as key:
