@@ -151,7 +151,7 @@ class PrivateSearch:
 
     def scores(self, query: bfv.Ciphertext) -> bfv.Ciphertext:
         """Return the encrypted inner products, (blocks, n); ConfigError or ShapeError for another key or size."""
-        if query.public != self._public:
+        if query.public.fingerprint != self._public.fingerprint:
             raise ConfigError(f"the query is of another key than {self._public!r}")
         if query.shape[:-1] != (1, 1):
             raise ShapeError(f"a query is one ciphertext that encrypt_query makes, got shape {query.shape}")
