@@ -343,6 +343,7 @@ def test_a_missing_library_says_nothing_of_the_proof(folder, library):
 def test_full_error_stream(folder):
     with open("/dev/full", "w", encoding="utf-8") as full:
         assert process(["verify", "none.json", "none.json", "none.json"], stderr=full)[0] == 2
+        assert process(["inspect", PRODUCT / "product.wtns"], stderr=full)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -94,13 +95,14 @@ class ProgressLine:
         self._last = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        """Show a line."""
-        if self.live:
-            width = max(20, (columns(sys.stderr) or 80) - 1)  # a longer line could not be overwritten
-            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
-        elif text and time.monotonic() - self._last >= self._every_s:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+        """Show a line; one that cannot be written, on a full disk for one, is dropped."""
+        with suppress(OSError):
+            if self.live:
+                width = max(20, (columns(sys.stderr) or 80) - 1)  # a longer line could not be overwritten
+                print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+            elif text and time.monotonic() - self._last >= self._every_s:
+                self._last = time.monotonic()
+                print(text, file=sys.stderr, flush=True)
 
 
 def span_text(seconds: float) -> str:

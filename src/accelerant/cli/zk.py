@@ -12,7 +12,6 @@ import typer
 
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import Group, option
-from accelerant.cli.terminal import console
 from accelerant.cli.zk_prove import (
     StageDisplay,
     prove_files,
@@ -373,11 +372,12 @@ def inspect(
     """
     from accelerant.zk.formats import describe
 
-    if json_output:
-        write(json.dumps(describe(file, check=check)))
-        return
-    with console(stderr=True).status("checking the file" if check else "reading the file"):
+    with StageDisplay(quiet=json_output) as progress:
+        progress("checking the file" if check else "reading the file")
         facts = describe(file, check=check)
+    if json_output:
+        write(json.dumps(facts))
+        return
     for name, value in facts.items():
         title = name.removesuffix("_bytes").replace("_", " ")
         for i, line in enumerate(_lines(name, value)):
