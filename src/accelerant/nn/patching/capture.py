@@ -31,6 +31,7 @@ _LARGEST_BYTES = 1 << 20  # of values that are kept on the device
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
 _SELECTIONS = (torch.topk, Tensor.topk)
 _RESHAPES = (Tensor.reshape, Tensor.view, Tensor.flatten, torch.reshape, torch.flatten)
+_CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 _LESS = (Tensor.__lt__, Tensor.lt, torch.lt)
 
 
@@ -300,6 +301,11 @@ class Padding:
                 found[i] = longer.requires_grad_(value.requires_grad)
             place += 1
         return found
+
+    def fits(self, outputs: Sequence[Tensor]) -> bool:
+        """Return whether a graph's outputs have its lengths where those of a call have the call's."""
+        pairs = zip(outputs, self.dims, strict=True)
+        return all(found is None or out.shape[found[0]] == self.lengths[found[1]] for out, found in pairs)
 
     def cut(self, out: Tensor, place: int, lengths: tuple[int, ...]) -> Tensor:
         """Return an output, or its gradient, without what a call of these lengths does not have."""
@@ -643,12 +649,13 @@ def _parts_of_cache(cache: Any) -> tuple[list[Tensor], Callable[[Iterator[Tensor
     With gradients its tensors would have a history.
     """
     layers: Any = getattr(cache, "layers", None) or ()
-    kinds = [type(cache).__name__, *{type(each).__name__ for each in layers}]
-    if torch.is_grad_enabled() or kinds != ["DynamicCache", "DynamicLayer"] or getattr(cache, "offloading", False):
+    known = type(cache).__name__ == "DynamicCache" and all(type(each).__name__ in _CACHE_LAYERS for each in layers)
+    if torch.is_grad_enabled() or not known or not layers or getattr(cache, "offloading", False):
         return None
     tensors, bare = [x for each in layers for x in (each.keys, each.values)], [copy.copy(each) for each in layers]
-    if not all(isinstance(x, Tensor) for x in tensors):
+    if not all(isinstance(x, Tensor) for x in tensors) or any(getattr(each, "record_past", False) for each in layers):
         return None
+    kept = [each.keys.shape[-2] for each in layers]
     for each in bare:
         each.keys = each.values = None
     empty = copy.copy(cache)
@@ -657,8 +664,10 @@ def _parts_of_cache(cache: Any) -> tuple[list[Tensor], Callable[[Iterator[Tensor
     def make(tensors: Iterator[Tensor]) -> Any:
         made = copy.copy(empty)
         made.layers = [copy.copy(each) for each in bare]
-        for each in made.layers:
+        for each, length in zip(made.layers, kept, strict=True):
             each.keys, each.values = next(tensors), next(tensors)
+            if each.is_sliding:
+                each.cumulative_length += each.keys.shape[-2] - length
         return made
 
     return tensors, make

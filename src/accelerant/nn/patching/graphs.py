@@ -491,6 +491,8 @@ class Graphs:
                 captured = Captured(
                     run, values, key, self._state, self._draws, [*self._written], work, line.pool, padding
                 )
+                if padding is not None and not padding.fits(captured.outputs):
+                    raise Untrue("its outputs have the last tokens of long calls alone")
             self._await_kernels()
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             line.rehearsed = False
