@@ -32,7 +32,7 @@ from accelerant.ops.registry import Fractions, Indices, PublicOp, SampleInput, S
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.files import JsonRecord, clipped, plain
-from accelerant.runtime.host import refuse_masked, refuse_without_values
+from accelerant.runtime.host import as_torch_takes_it, refuse_masked, refuse_without_values
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 from accelerant.runtime.memory.peak import ModelStep, predict_step
@@ -111,7 +111,7 @@ def to_torch(
         if kind == "torch":
             return x if device is None else x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
         if kind == "numpy":
-            array = _plain(np.asarray(x, order=order))  # keeps 0 dimensions
+            array = as_torch_takes_it(np.asarray(x, order=order))  # keeps 0 dimensions
             wanted = None if hasattr(x, "dtype") else dtype
             if wanted is not None:
                 if not wanted.is_floating_point and array.size and array.dtype.kind not in "iu":
@@ -128,16 +128,6 @@ def to_torch(
         if isinstance(error, UnsupportedDtype):
             raise
         raise UnsupportedDtype(f"cannot take this {kind} array: {error}") from None
-
-
-def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return an array in the machine's byte order with strides that torch takes; NumPy calls any row contiguous."""
-    if array.dtype.kind in "biufc":
-        if not array.dtype.isnative:
-            return array.astype(array.dtype.newbyteorder("="))
-        if not array.flags.aligned or any(step < 0 or step % array.itemsize for step in array.strides):
-            return array.copy()
-    return array
 
 
 def to_tensors(name: str, arrays: tuple[Any, ...], device: torch.device | None) -> tuple[Tensors, ArrayOrigin]:

@@ -217,6 +217,16 @@ def refuse_without_values(x: object, name: str) -> None:
         raise UnsupportedCase(f"{name} is a {kind} tensor; wanted a dense one with values, such as x.to_dense()")
 
 
+def as_torch_takes_it(array: Any) -> Any:
+    """Return an array of NumPy, or a copy in the machine's byte order with strides that torch.from_numpy takes."""
+    if array.dtype.kind in "biufc":
+        if not array.dtype.isnative:
+            return array.astype(array.dtype.newbyteorder("="))
+        if not array.flags.aligned or any(step < 0 or step % array.itemsize for step in array.strides):
+            return array.copy()
+    return array
+
+
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -13,7 +13,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from accelerant.errors import RangeError, ShapeError, UnsupportedDtype
-from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.host import as_torch_takes_it, refuse_masked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """Dtypes of vectors; uint8 holds 8 bits of a binary vector."""
@@ -59,13 +59,12 @@ def tensor(x: Any, name: str) -> Tensor:
             raise ShapeError(f"{name} must have rows of one length: {error}") from None
         x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if isinstance(x, np.ndarray):
-        x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+        x = as_torch_takes_it(x)
         x = x.view(np.uint64) if x.dtype == np.uint64 else x  # NumPy has two of 64 bits, torch knows one
         if not x.flags.writeable:  # torch.from_numpy warns of writes, which there are none of
             x = _writable(x)
         try:
-            fits = all(step >= 0 and step % max(x.itemsize, 1) == 0 for step in x.strides)
-            return torch.from_numpy(x if fits else x.copy())
+            return torch.from_numpy(x)
         except TypeError:
             raise UnsupportedDtype(f"{name} must be numbers that torch has, got dtype {x.dtype}") from None
     if hasattr(x, "__dlpack__"):

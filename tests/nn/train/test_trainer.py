@@ -93,6 +93,8 @@ def test_tensors_arrays_datasets_and_lists_of_the_same_rows_give_the_same_losses
     assert fit(made(), x.tolist(), y.tolist(), QUICK).losses == expected
     assert fit(made(), TensorDataset(x, y), None, QUICK).losses == expected
     assert fit(made(), np.asfortranarray(x.numpy()), y, QUICK).losses == expected
+    big, backwards = x.numpy().astype(">f4"), y.numpy()[::-1].copy()[::-1]
+    assert fit(made(), big, backwards, QUICK).losses == expected
 
 
 def test_a_loader_is_used_batch_by_batch_and_its_order_follows_the_seed():
@@ -172,6 +174,7 @@ def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
     (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no default loss for torch.bool targets"),
     (object(), None, ConfigError, "data must be tensors, arrays, .*; got object"),
     ([["a"], ["b"]], None, ConfigError, "data must be tensors"),
+    (torch.ones(4, 2).to_sparse(), torch.zeros(4).long(), UnsupportedCase, "data is a sparse_coo tensor"),
     (TensorDataset(torch.ones(4, 2)), torch.ones(4), ConfigError, "a TensorDataset has its own targets"),
 ])  # fmt: skip
 def test_data_that_do_not_fit_are_refused(data, targets, error, message):

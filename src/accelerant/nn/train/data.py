@@ -30,7 +30,7 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import forked_random
 from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.tokens import TokenFile, Tokens, require_tokens
-from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.host import as_torch_takes_it, refuse_masked, refuse_without_values
 from accelerant.runtime.processes import Processes
 
 Batch = tuple[Tensor, ...]
@@ -438,10 +438,11 @@ def _tensors(data: Any, name: str) -> Batch:
 
 def _tensor(data: Any, name: str) -> Tensor:
     if isinstance(data, Tensor):
+        refuse_without_values(data, name)
         return data.detach()
     refuse_masked(data, name)
     try:
-        array = np.asarray(data)
+        array = as_torch_takes_it(np.asarray(data))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about a read-only map: nothing writes to it here
             return _default_precision(torch.from_numpy(array))

@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.privacy.dp.ledger import PrivacyLedger
 from accelerant.privacy.dp.ledger.accounting import Sampling, about, check_whole
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.host import as_torch_takes_it, refuse_masked, refuse_without_values
 
 # --- batches of draws -------------------------------------------------------------------------------------------------
 
@@ -178,8 +179,12 @@ def _reader(data: Any) -> tuple[_Rows, int | None]:
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, np.ndarray):
-        return lambda index: torch.from_numpy(np.ascontiguousarray(data[index.numpy()])), len(data)
+        refuse_masked(data, "data")
+        if data.dtype.kind not in "biufc":
+            raise UnsupportedDtype(f"data must be numbers, got an array of {data.dtype}")
+        return lambda index: torch.from_numpy(as_torch_takes_it(np.ascontiguousarray(data[index.numpy()]))), len(data)
     if isinstance(data, Tensor):
+        refuse_without_values(data, "data")
         return lambda index: data[index.to(data.device)], len(data)
     if isinstance(data, (tuple, list, Mapping)):
         return _columns_reader(data)

@@ -25,7 +25,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.privacy.dp.sampling import (
     GroupedSampler,
     PoissonBatches,
@@ -220,7 +220,7 @@ def collected(batches):
 X, Y = torch.arange(20), torch.arange(20) * 2
 KINDS = {
     "tensor": X, "tuple": (X, Y), "list": [X, Y], "mapping": {"x": X, "y": Y}, "tensor dataset": TensorDataset(X, Y),
-    "dataset": Rows(20), "array": np.arange(20),
+    "dataset": Rows(20), "array": np.arange(20), "big-endian array": np.arange(20, dtype=">i8"),
 }  # fmt: skip
 
 
@@ -338,6 +338,17 @@ def test_a_shuffled_loader_is_refused_under_poisson_accounting():
 def test_samplers_without_meaning(arguments, message):
     with pytest.raises(ConfigError, match=message):
         PoissonSampler(*arguments)
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (np.ma.masked_array(np.arange(20), X.numpy() > 3), "data is a masked array"),
+    (np.arange(20).astype(object), "data must be numbers, got an array of object"),
+    (torch.eye(20).to_sparse(), "data is a sparse_coo tensor"),
+    (torch.ones(20, device="meta"), "data is a meta tensor"),
+])  # fmt: skip
+def test_arrays_without_plain_numbers_are_refused(data, message):
+    with pytest.raises((UnsupportedCase, UnsupportedDtype), match=message):
+        PoissonBatches(data, PoissonSampler(20, 0.5))
 
 
 def test_other_wrong_usage():
