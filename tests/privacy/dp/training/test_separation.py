@@ -329,6 +329,40 @@ def test_a_sum_that_is_divided_may_be_a_mean(loss):
         assert training.optimizer.tracker.passes == 1
 
 
+class Losing(nn.Module):
+    """Returns its loss, and beside it what it computed it from."""
+
+    def __init__(self, loss, probability):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(probability), nn.Linear(8, 3))
+        self.loss = loss
+
+    def forward(self, x, y):
+        out = self.layers(x)
+        return self.loss(out, y), out
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+@pytest.mark.parametrize(("loss", "shown"), [
+    (lambda out, y: F.cross_entropy(out, y), None),
+    (lambda out, y: F.cross_entropy(out, y) + out.square().sum(1).mean(), None),
+    (lambda out, y: F.cross_entropy(out, y) + 0.5 * out.square().sum(), "neither mean nor sum"),
+    (lambda out, y: F.cross_entropy(out, y, reduction="sum") / 7, "a sum"),
+])  # fmt: skip
+def test_a_loss_that_the_model_returns_is_reduced_as_was_said(loss, shown, probability):
+    x, y = points(8)
+    for after in (lambda value: value, lambda value: value / len(x)):  # a sum may be divided outside
+        model = Losing(loss, probability)
+        with private(model, 1.0, expected_batch_size=8):
+            value = after(model(x, y)[0])
+            if shown and after(1.0) == 1.0:
+                with pytest.raises(ConfigError, match=f"the loss is no mean .* show {shown}"):
+                    value.backward()
+            else:
+                value.backward()
+        assert model.layers[1].training
+
+
 def test_a_model_whose_parts_are_called_is_named_as_unchecked():
     x, y = points(8)
     model = mlp()

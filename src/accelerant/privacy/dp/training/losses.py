@@ -115,8 +115,11 @@ class LossCheck:
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
-    def check(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]]) -> None:
-        """Check the losses of a backward pass that begins; UnsupportedCase if a row's gradient mixes rows."""
+    def check(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]], known: str) -> None:
+        """Check the losses of a backward pass that begins; UnsupportedCase if a row's gradient mixes rows.
+
+        `known` is what is wrong with the reduction of a loss that the model returns.
+        """
         trace, self._trace = self._trace, None
         _LossTrace.remove()
         rows = self._clipper.examples
@@ -124,6 +127,8 @@ class LossCheck:
         if trace is None or rows is None or rows < 2 or captured:
             return
         self._left -= self._left > 0
+        if known and trace.returned(each for each, _ in losses()):
+            raise ConfigError(known)
         if not (trace.results or trace.inputs):  # the model returns the loss, and the check of its rows sees that
             return
         try:
@@ -527,6 +532,11 @@ class _LossTrace(TorchFunctionMode):
         with torch.enable_grad():
             return self.__torch_function__(torch.mul, (), (loss, gradient))  # type: ignore[no-any-return]
 
+    def returned(self, losses: Iterable[Tensor]) -> bool:
+        """Return whether losses are results of the model as they are."""
+        leaves = [self._leaves.get(self._slots.get(each, 0)) for each in losses]
+        return all(leaf is not None and leaf.result for leaf in leaves)
+
     def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
         """Return whether a row's gradient changes when others are replaced; UnsupportedCase if the inputs' rows do."""
         if self._mixes_inputs(rows):
@@ -596,15 +606,7 @@ class _LossTrace(TorchFunctionMode):
         given, kept = self._clipper.loss_reduction, torch.ones(few, dtype=torch.bool, device="cpu")
         shares, rounding = {"sum": 1.0, "mean": few / rows}, 16.0 / (1 if given == "sum" else rows)
         found = [name for name in shares if not _moved(before, [x * shares[name] for x in after], kept, rounding)]
-        if given in found:
-            return ""
-        shown = f"a {found[0]}" if found else "neither mean nor sum"
-        remedy = f"loss_reduction={found[0]!r}, or " if found else ""
-        return (
-            f"the loss is no {given} over the rows, in all its terms: the gradients of half of them, without the "
-            f"others, show {shown}. Examples would be clipped to a bound that changes with the number of rows. Give "
-            f"{remedy}a loss that is a {given}"
-        )
+        return misfit(given, found)
 
     def _mixes_inputs(self, rows: int) -> bool:
         """Return whether what the model is given for a row changes when others are replaced."""
@@ -717,6 +719,19 @@ class _LossTrace(TorchFunctionMode):
         for number, each in zip(call.results, pytree.tree_leaves(result), strict=True):
             if number is not None:
                 values[number] = each
+
+
+def misfit(given: str, found: Sequence[str]) -> str:
+    """Return what is wrong with a loss that half of the rows show to be reduced otherwise than was given, or ""."""
+    if given in found:
+        return ""
+    shown = f"a {found[0]}" if found else "neither mean nor sum"
+    remedy = f"loss_reduction={found[0]!r}, or " if found else ""
+    return (
+        f"the loss is no {given} over the rows, in all its terms: the gradients of half of them, without the others, "
+        f"show {shown}. Examples would be clipped to a bound that changes with the number of rows. Give {remedy}a loss "
+        f"that is a {given}"
+    )
 
 
 def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[int]:

@@ -510,7 +510,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
         self.require_untouched()
         self.separation.before_backward(running_losses)
-        self.losses.check(running_losses)
+        self.losses.check(running_losses, self.separation.misfit)
 
     def keep_thread(self) -> None:
         """Let backward passes over a GPU run on this thread, until the step: the layers' functions are Python's."""

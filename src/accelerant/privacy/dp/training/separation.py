@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import batch_size, undisturbed
 from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
+from accelerant.privacy.dp.training.losses import misfit
 
 _TOLERANCE = 2e-5  # change of a gradient that counts as none in float32, relative to the layer's
 _REPEATS = 8  # differences in float32 of which every two must have a change in common that is refused
@@ -93,6 +94,7 @@ class SeparationCheck:
         self._modes = {True: _Mode(), False: _Mode()}
         self._chance = random.Random()
         self._running = self._called = self._warned = self._knows_loss = False
+        self.misfit = ""  # what is wrong with the reduction of a loss that the model returns
 
     @property
     def running(self) -> bool:
@@ -182,6 +184,7 @@ class SeparationCheck:
                     UserWarning,
                     stacklevel=2,
                 )
+        self.misfit = passes.misfit()
         if not changed:
             self._warn("no row of the input changes any gradient")
         return set(passes.before), changed
@@ -240,6 +243,7 @@ class _Passes:
         self.shared: Container[int] = ()
         self.backward = False
         self._lengths: list[int] = []
+        self._has_loss = self._only_loss = False  # results without dimensions, and whether others are left out
         self.buffers: list[dict[str, Tensor]] = []
         self._states: list[dict[str, Tensor]] = []  # after earlier passes
         self.before: dict[str, Tensor] = {}  # norms of the layers that the passes use
@@ -321,6 +325,35 @@ class _Passes:
         moved = {name: (self.before[name] - after[name].norms).abs() for name in after.keys() & self.before.keys()}
         return moved, _differences(after, alone, kept)
 
+    def misfit(self) -> str:
+        """Return what is wrong with the reduction of a loss that the model returns, by half of the rows; "" if not."""
+        model, few, given = self._clipper.model, (len(self._rows) + 1) // 2, self._clipper.loss_reduction
+        if not self._has_loss or few < 2:
+            return ""
+        modes, self._only_loss = [(module, module.training) for module in model.modules()], True
+        try:
+            for module, _ in modes:  # dropout is drawn for so many rows
+                module.training = False
+            whole, part = self._passed(self._rows), self._passed(self._rows[:few])
+            with torch.random.fork_rng([x.get_device() for _, x in self._clipper.parameters[:1] if x.is_cuda]):
+                torch.manual_seed(0)
+                again = self._passed(self._rows)
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AccelerantError):
+            return ""  # it is written for so many rows, or gives no loss in eval mode
+        finally:
+            self._only_loss = False
+            for module, mode in modes:
+                module.training = mode
+        other, share = ("sum", few / len(self._rows)) if given == "mean" else ("mean", len(self._rows) / few)
+        found = {given: 1.0, other: share}
+        for name in whole.keys() & part.keys():
+            one, two = whole[name].norms, part[name].norms
+            least = 1e-2 * float(one.max())
+            if least < 1e-7 or bool(((one - again[name].norms).abs() > least).any()):  # rounding, or random
+                continue
+            found = {kind: x for kind, x in found.items() if not bool(((two - x * one[:few]).abs() > least).any())}
+        return misfit(given, list(found))
+
     def takes_another_row(self, shared: Container[int] = ()) -> bool:
         """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
         try:
@@ -369,7 +402,9 @@ class _Passes:
         def results() -> Any:
             found = model(*args, **kwargs)
             self._lengths = [len(each) for each in tensors_of(found) if each.dim()]
-            return found
+            numbers = [each for each in tensors_of(found) if not each.dim() and each.requires_grad]
+            self._has_loss = bool(numbers)
+            return numbers if self._only_loss else found
 
         args, kwargs = inputs(self._rows if self.backward else index)
         # The hooks keep these passes from those of a checkpoint that the model is called in.
