@@ -446,6 +446,22 @@ def test_a_term_that_is_not_reduced_as_was_said_is_refused(given, shown, loss):
             value.backward()
 
 
+@pytest.mark.parametrize(("count", "loss"), [
+    (23, lambda out, y: flat(out.bfloat16(), y)),
+    (23, lambda out, y: (out.half() - 1).square().mean()),
+    (5, lambda out, y: flat(out, y, reduction="sum") / out.shape[0]),  # as many rows as classes
+    (6, lambda out, y: each(out, y).sum() / out.size(0)),
+    (24, lambda out, y: torch.stack([flat(out[i : i + 1], y[i : i + 1]) for i in range(24)]).mean()),
+])  # fmt: skip
+@pytest.mark.parametrize("given", ["mean", "sum"])
+def test_reductions_in_low_precision_and_by_ambiguous_numbers_pass(given, count, loss):
+    x, y, *_ = rows(count)
+    with private(Tagger(), 1.0, expected_batch_size=24, loss_reduction=given) as training:
+        value = loss(training.model(x), y)
+        (value if given == "mean" else value * count).backward()
+        assert training.optimizer.tracker.passes == 1
+
+
 def test_gradients_that_are_rounding_alone_show_no_reduction():
     x, *_ = rows()
     with private(Tagger(), 1.0, expected_batch_size=24) as training, warnings.catch_warnings():

@@ -276,6 +276,7 @@ class _LossTrace(TorchFunctionMode):
         self.inputs: list[int] = []
         self.results: list[int] = []
         self.blame = self.misfit = ""
+        self._eps = 0.0  # of the lowest precision in the loss
         for each in inputs:
             if isinstance(each, Tensor) and each.dim():
                 self._rows[self._add_leaf(each, rows=True)] = len(each)
@@ -362,6 +363,11 @@ class _LossTrace(TorchFunctionMode):
             if known.value and math.isclose(1.0 / known.value, given, rel_tol=1e-7):
                 return replace(known, kind=type(given), inverse=True)
         return given
+
+    def _is_ambiguous(self, number: _Number) -> bool:
+        """Return whether a number may be another of the same value, as where there are as many rows as classes."""
+        of = getattr(number.read, "keywords", None)
+        return any(each.value == number.value and getattr(each.read, "keywords", None) != of for each in self._numbers)
 
     def _slot(self, tensor: Tensor, fixed: Container[int] = ()) -> _Slot:
         if (known := self._slots.get(tensor)) is not None:
@@ -460,7 +466,8 @@ class _LossTrace(TorchFunctionMode):
         if isinstance(result, torch.Size):
             for at, size in enumerate(result):
                 add(size, partial(Tensor.size, dim=at))
-            add(result.numel(), Tensor.numel)
+            if len(result) != 1:
+                add(result.numel(), Tensor.numel)
         elif name == "tolist" and tensor.dim() == 1 and not tensor.is_complex():
             add(sum(result), lambda now: now.sum().item())
         elif name == "__len__" or (name == "size" and len(args) > 1):
@@ -576,7 +583,9 @@ class _LossTrace(TorchFunctionMode):
             raise _NotRepeatable(self._hosted[number])
         if any(call.random is not None for call in calls):
             return False
-        constants = [each for call in calls for each in pytree.tree_leaves(call.args) if not isinstance(each, _Slot)]
+        given = [each for call in calls for each in pytree.tree_leaves(call.args)]
+        constants = [each for each in given if not isinstance(each, _Slot)]
+        constants += [each.value for each in given if isinstance(each, _Number) and self._is_ambiguous(each)]
         for each in (self._leaves[number].tensor for number in used & self._leaves.keys()):
             if (
                 each.numel()
@@ -604,9 +613,11 @@ class _LossTrace(TorchFunctionMode):
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError):
             return ""  # it is written for so many rows
         given, kept = self._clipper.loss_reduction, torch.ones(few, dtype=torch.bool, device="cpu")
-        shares, rounding = {"sum": 1.0, "mean": few / rows}, 16.0 / (1 if given == "sum" else rows)
-        found = [name for name in shares if not _moved(before, [x * shares[name] for x in after], kept, rounding)]
-        return misfit(given, found)
+        shares, rounding = {"sum": 1.0, "mean": few / rows}, 4.0 / (1 if given == "sum" else rows)
+        scaled = {name: [x.double() * share for x in after] for name, share in shares.items()}
+        return misfit(
+            given, [name for name in shares if not _moved(before, scaled[name], kept, 4 * self._eps, rounding)]
+        )
 
     def _mixes_inputs(self, rows: int) -> bool:
         """Return whether what the model is given for a row changes when others are replaced."""
@@ -695,6 +706,8 @@ class _LossTrace(TorchFunctionMode):
             if inputs:
                 total = torch.stack([each.sum().double() for each in losses]).sum()
                 gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+        floats = [x.dtype for x in values.values() if x.is_floating_point()]
+        self._eps = max(torch.finfo(dtype).eps for dtype in {*floats, torch.float64})
         found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, gradients, strict=True)]
         rows = rows if index is None else len(index)
         return [each.reshape(rows, -1) for each in found], [each.detach() for each in losses]
@@ -742,6 +755,8 @@ def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[i
 
 def _counts(constant: Any, rows: int) -> bool:
     """Return whether a constant of a call may be made from the number of rows."""
+    if isinstance(constant, slice):
+        return _counts(constant.start, rows) or _counts(constant.stop, rows)
     if isinstance(constant, tuple):
         return any(_counts(each, rows) for each in constant)
     if isinstance(constant, bool) or not isinstance(constant, (int, float)) or not math.isfinite(constant):
@@ -765,13 +780,15 @@ def _literals() -> frozenset[float]:
     return frozenset(found)
 
 
-def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor, rounding: float = 0.0) -> bool:
+def _moved(
+    before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor, eps: float = 0.0, rounding: float = 0.0
+) -> bool:
     """Return whether the gradient of a row that was kept has changed, by more than so many units of rounding of 1."""
     for one, two in zip(before, after, strict=True):
         rows = kept.to(one.device)
         one, two = one[rows].double(), two[rows].double()
         scale = torch.linalg.vector_norm(one, dim=1).nan_to_num(0.0, 0.0).amax()
-        eps = torch.finfo(before[0].dtype).eps
+        eps = max(eps, torch.finfo(before[0].dtype).eps)
         tolerance = max(_TOLERANCE, 2 * eps)
         same = (one == two) | (one.isnan() & two.isnan())
         change = torch.linalg.vector_norm((two - one).masked_fill(same, 0.0), dim=1)
