@@ -180,6 +180,8 @@ def test_sparse_and_masked_vectors_are_refused():
     for ask in (lambda x: exact(x, x), Index(8).add, index.search):
         with pytest.raises(UnsupportedDtype, match="dense"):
             ask(torch.ones(3, 8).to_sparse())
+        with pytest.raises(UnsupportedDtype, match="must be dense, got a tensor without values"):
+            ask(torch.ones(3, 8, device="meta"))
         with pytest.raises(UnsupportedDtype, match="is a masked array; pass"):
             ask(np.ma.masked_array(x, x > 2))
     marks = np.ma.masked_array([True, True, True], [False, True, False])

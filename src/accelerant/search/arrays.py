@@ -49,8 +49,9 @@ def tensor(x: Any, name: str) -> Tensor:
     """Return an array as a tensor that shares its memory; lists of numbers become float32."""
     refuse_masked(x, name)
     if isinstance(x, Tensor):
-        if x.layout is not torch.strided:
-            raise UnsupportedDtype(f"{name} must be dense, got {x.layout}: to_dense() makes it so")
+        if x.layout is not torch.strided or x.is_nested or x.is_meta:
+            kind = "a nested tensor" if x.is_nested else "a tensor without values" if x.is_meta else x.layout
+            raise UnsupportedDtype(f"{name} must be dense, got {kind}: to_dense() makes it so")
         return x.detach().resolve_neg()
     if isinstance(x, (list, tuple, range)):
         try:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -52,7 +52,7 @@ from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.discrete import LEAST_STEPS, SMOOTH, Charge, charge, choose_grid, laplace_charge
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import clipped
-from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 # --- noise on sums ----------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ def _like(value: Any, noised: NDArray[Any], shape: tuple[int, ...]) -> Any:
 
 
 def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, insecure: bool, ledger: LedgerLike) -> _T:
-    tensors = [x] if isinstance(x, Tensor) else list(x)
+    tensors: list[Any] = list(x) if isinstance(x, Iterable) and not hasattr(x, "dtype") else [x]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise UnsupportedDtype(
@@ -346,6 +346,7 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, insecure
             )
         if not tensor.is_floating_point():
             raise UnsupportedDtype(f"noise is added to floating-point tensors, got {tensor.dtype}")
+        refuse_without_values(tensor, "a tensor that noise is added to")
     dimensions = sum(tensor.numel() for tensor in tensors)
     if ledger is not None and sensitivity is None:
         raise ConfigError("a ledger needs the sensitivity: how far one record moves the tensors")
