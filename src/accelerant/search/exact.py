@@ -44,8 +44,8 @@ _SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 _FEW = 1 << 15
 """Scores that are compared one by one: fewer than that take longer to divide in blocks."""
 
-_SEVERAL = 16
-"""Queries that are multiplied by a kernel on a CPU; fewer by NumPy."""
+_SEVERAL = 2
+"""Queries that are multiplied by a kernel on a CPU; one by NumPy."""
 
 _QUERIES = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}

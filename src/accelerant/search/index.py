@@ -36,8 +36,11 @@ _UNSORTED = 8
 _SEVERAL = 16
 """Queries that tiles of products serve on a CPU; fewer are scanned one by one."""
 
-_WHOLE = 1 << 22
+_WHOLE = 1 << 24
 """Elements from which on a product with all vectors is divided among threads."""
+
+_FEW, _SMALL = 2, 1 << 21
+"""Queries, and products of elements, up to which scans of all vectors take less time than tiles of products."""
 
 _READERS, _SHARED = 64, 12_000
 """Queries that read a list of vectors, and scores of it, from which on a CPU multiplies it with all of them at once."""
@@ -459,7 +462,9 @@ class Index:
         if state.vectors is None:
             return self._listed(state, q, k, len(state.starts) - 1, chosen)
         if not isinstance(chosen, Selection):
-            if len(q) < _SEVERAL and (chosen is not None or state.count * self.dim < _WHOLE):
+            size = state.count * self.dim
+            scanned = size < _WHOLE and (len(q) <= _FEW or len(q) * size < _SMALL)
+            if len(q) < _SEVERAL and (chosen is not None or scanned):
                 given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
                 return self._scanned(state, state.flat, q, k, k, 0, chosen if given is None else None, given)
             chosen = _selected(state, chosen)
