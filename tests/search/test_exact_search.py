@@ -365,7 +365,7 @@ def compare_kernels(metric, of_queries, of_data, device, rows, d):
         )
 
 
-@pytest.mark.sample(4, 1)
+@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize(("metric", "of_queries", "of_data"), KERNEL_CASES)
 def test_the_kernels_choose_the_same_rows(metric, of_queries, of_data, interpreted, monkeypatch):
     cases = list(compare_kernels(metric, of_queries, of_data, "cpu", 331, 70))
@@ -381,7 +381,6 @@ def test_the_kernels_choose_the_same_rows(metric, of_queries, of_data, interpret
         assert torch.equal(found.scores, wanted.scores)
 
 
-@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_the_kernels_have_the_bits_of_the_cpu_in_any_case(interpreted, data):

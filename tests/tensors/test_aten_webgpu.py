@@ -188,7 +188,6 @@ def test_long_rows_are_reduced_by_several_threads(place, monkeypatch):
     assert torch.equal(moved.amin().cpu(), x.amin())
 
 
-@pytest.mark.slow
 def test_tensors_above_the_binding_limit(place, monkeypatch):
     opened = place.provider._devices[0]
     x, y, index = torch.randn(40, 100), torch.randn(40, 100), torch.randint(40, (90, 100))

@@ -229,7 +229,6 @@ def check_a_source_that_fails(folder, prover):
     assert all(verify(prover.verification_key, proof.public, proof) for proof in found)
 
 
-@pytest.mark.slow
 def test_many_proofs_on_the_cpu(small):
     check_many(small, Prover(small / "circuit.zkey", device="cpu"))
 

@@ -477,7 +477,6 @@ def test_a_module_in_a_checkpoint():
     check(Saves(), [torch.randn(4, 2, 4)], loss_of)
 
 
-@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("name", ["vision-transformer", "weight-norm", "prelu", "mixture"])
 def test_make_private_and_copies(name):
     """The checks before the first step accept it, a step moves all parameters, and a copy is an ordinary model."""

@@ -312,7 +312,6 @@ def test_a_loss_that_keeps_examples_apart_passes_and_a_row_moves_the_sum_by_the_
     assert not torch._C._len_torch_function_stack()
 
 
-@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("loss", HOSTED.values(), ids=HOSTED)
 def test_numbers_that_the_host_made_of_the_batch_are_named_as_unchecked(loss):
     with pytest.warns(UserWarning, match="whether the loss treats each example by itself: Python or NumPy read values"):

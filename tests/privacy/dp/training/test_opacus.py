@@ -231,7 +231,6 @@ def test_a_program_of_opacus_runs_with_another_import():
     assert len(set(sizes)) > 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*delta 1e-05 is not below")
 def test_a_target_ends_the_training(tmp_path):
     model = mlp()
