@@ -370,7 +370,7 @@ def survey(model: nn.Module) -> Survey:
             covered.update(map(id, own.values()))
             reason = rule.refusal(module) or _reparametrized(module, own)
             if reason is None and "forward" in module.__dict__:
-                reason = "its forward was replaced by another library: undo that first"
+                reason = "its forward was replaced by another library, or by nn.patch: undo that first (nn.unpatch)"
             if reason is None:
                 found.layers.append((module, rule))
             else:
