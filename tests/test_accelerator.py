@@ -550,9 +550,9 @@ def test_square_weights_are_not_cut_with_the_rows():
         np.testing.assert_array_equal(whole.layer_norm(x, w, w), batched.layer_norm(x, w, w))
 
 
-@pytest.mark.parametrize("x", [[1j], ["1.5"], [b"1"], [np.datetime64("2020")]])
+@pytest.mark.parametrize("x", [[1j], ["1.5"], [b"1"], [np.datetime64("2020")], [1, None]])
 def test_lists_of_what_is_no_real_number_are_refused(x):
-    """NumPy drops imaginary parts, and reads numbers in texts."""
+    """NumPy drops imaginary parts, reads numbers in texts, and makes NaN of None."""
     with Accelerator("cpu") as acc, pytest.raises(UnsupportedDtype, match="wanted real numbers, got"):
         acc.gelu(x)
 

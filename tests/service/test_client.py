@@ -76,9 +76,10 @@ def test_arguments_are_what_the_library_takes(client):
     torch = pytest.importorskip("torch")
     goldilocks, curve = acl.zk.field("goldilocks"), acl.zk.curve("bn254_g1")
     words = goldilocks.encode([2, 3])
-    tensor = torch.from_numpy(words)
-    for x in ([2, 3], (2, 3), np.array([2, 3], object), goldilocks.array([2, 3]), [words[0], words[1]], tensor):
+    tensor, big = torch.from_numpy(words), words.astype(">u8")
+    for x in ([2, 3], (2, 3), np.array([2, 3], object), goldilocks.array([2, 3]), [words[0], words[1]], tensor, big):
         np.testing.assert_array_equal(client.field_mul(x, [5, 7]), [10, 21])
+    assert (client.gelu(torch._neg_view(torch.ones(2))) == client.gelu([-1, -1])).all()
     np.testing.assert_array_equal(client.ntt([[1, 2], [3, 4]]), acl.zk.ntt([[1, 2], [3, 4]], field="goldilocks"))
     point = curve.encode([(1, 2)])[0]
     scalars = acl.zk.field("bn254_fr")
@@ -270,6 +271,12 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
     ):
         with pytest.raises(errors.ConfigError, match=message):
             make()
+    for numbers, message in (
+        (None, "wanted real numbers, got NoneType"), ([1.0, None], "got NoneType"), ("1.5", "wanted real numbers"),
+        ([1j], "got complex128"), ([[1.0], [2.0, 3.0]], "cannot take this list"), ({1.0}, "x must be an array or"),
+    ):  # fmt: skip
+        with pytest.raises(errors.UnsupportedDtype, match=message):
+            Client().gelu(numbers)
     for kind in (Client, AsyncClient):
         with pytest.raises(
             TypeError, match=rf"{kind.__name__}\(\) has no argument timeout_s= any more: it is timeout="

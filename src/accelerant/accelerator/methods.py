@@ -32,7 +32,7 @@ from accelerant.ops.registry import Fractions, Indices, PublicOp, SampleInput, S
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.files import JsonRecord, clipped, plain
-from accelerant.runtime.host import as_torch_takes_it, refuse_masked, refuse_without_values
+from accelerant.runtime.host import as_torch_takes_it, refuse_masked, refuse_other_than_real, refuse_without_values
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 from accelerant.runtime.memory.peak import ModelStep, predict_step
@@ -116,8 +116,7 @@ def to_torch(
             if wanted is not None:
                 if not wanted.is_floating_point and array.size and array.dtype.kind not in "iu":
                     raise UnsupportedDtype(f"wanted integers, got {array.dtype}")
-                if array.dtype.kind not in "biufO":  # NumPy would drop imaginary parts, and read digits in texts
-                    raise UnsupportedDtype(f"wanted real numbers, got {array.dtype}")
+                refuse_other_than_real(array)
                 array = array.astype(np.float64 if wanted.is_floating_point else str(wanted).removeprefix("torch."))
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
             return tensor.to(device, wanted or tensor.dtype), ArrayOrigin(kind, tensor.device)

@@ -217,6 +217,17 @@ def refuse_without_values(x: object, name: str) -> None:
         raise UnsupportedCase(f"{name} is a {kind} tensor; wanted a dense one with values, such as x.to_dense()")
 
 
+def refuse_other_than_real(array: Any) -> None:
+    """Raise UnsupportedDtype for an array that NumPy made of other than real numbers.
+
+    NumPy converts them without a word: it drops imaginary parts, reads digits in texts, and makes NaN of None.
+    """
+    held = {type(each).__name__ for each in array.flat} if array.dtype.kind == "O" else set()
+    wrong = sorted(held & {"NoneType", "str", "bytes", "complex"})
+    if wrong or array.dtype.kind not in "biufO":
+        raise UnsupportedDtype(f"wanted real numbers, got {', '.join(wrong) or array.dtype}")
+
+
 def as_torch_takes_it(array: Any) -> Any:
     """Return an array of NumPy, or a copy in the machine's byte order with strides that torch.from_numpy takes."""
     if array.dtype.kind in "biufc":

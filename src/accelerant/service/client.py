@@ -33,7 +33,7 @@ from accelerant.algebra.field.memory_space import stacked
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, MissingDependency, TimeLimitExceeded, UnsupportedDtype
-from accelerant.runtime.host import refuse_masked, refuse_without_values
+from accelerant.runtime.host import refuse_masked, refuse_other_than_real, refuse_without_values
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.errors import Cancelled, JobFailed, Refused, error_named
 from accelerant.service.jobs.wire import Job, JobState
@@ -535,11 +535,15 @@ def _numpy(x: Any) -> Array:
     refuse_masked(x, "the array")
     refuse_without_values(x, "the array")
     if hasattr(x, "detach"):  # torch's, which may record gradients, or be on a device
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_neg().resolve_conj()
         if str(x.dtype) == "torch.bfloat16":
             raise UnsupportedDtype("dtype bfloat16 is not one of NumPy's: send float32")
         x = x.numpy()
-    return np.asarray(x.get() if type(x).__module__.startswith("cupy") else x, order="C")
+    try:
+        array = np.asarray(x.get() if type(x).__module__.startswith("cupy") else x, order="C")
+    except ValueError as error:  # lists of several lengths
+        raise UnsupportedDtype(f"cannot take this {type(x).__name__}: {error}") from None
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _words(field: str, x: Any) -> Array:
@@ -562,9 +566,16 @@ def _points(curve: Curve[Any], points: Any) -> Array:
 
 def _floats(**inputs: Any) -> dict[str, Array]:
     """Return arrays as they are; lists and numbers have the dtype of the first floating array, or else float32."""
-    arrays = {name: _numpy(x) for name, x in inputs.items() if hasattr(x, "dtype")}
-    usual = next((x.dtype for x in arrays.values() if x.dtype.kind == "f"), np.dtype(np.float32))
-    return {name: arrays[name] if name in arrays else np.asarray(x, usual) for name, x in inputs.items()}
+    arrays = {name: _numpy(x) for name, x in inputs.items()}
+    numbers = {name for name, x in inputs.items() if not hasattr(x, "dtype")}
+    usual = next((x.dtype for name, x in arrays.items() if x.dtype.kind == "f" and name not in numbers), np.float32)
+    for name in numbers:
+        refuse_other_than_real(arrays[name])
+        try:
+            arrays[name] = arrays[name].astype(usual)
+        except TypeError as error:
+            raise UnsupportedDtype(f"{name} must be an array or real numbers: {error}") from None
+    return arrays
 
 
 def _elements(field: str, **inputs: Any) -> dict[str, Array]:
