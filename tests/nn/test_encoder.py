@@ -116,6 +116,9 @@ def test_what_is_no_encoder_is_refused_by_name(tmp_path):
     for ids, match in (([[]], "1 to 40 tokens, got 0"), ([[1] * 41], "got 41"), ([[64]], "got 64"), ([[1, -1]], "-1")):
         with pytest.raises(RangeError, match=match):
             encoder.encode_ids(ids)
+    for ids in ([[1.5]], [[1], [2, 3.0]], [torch.tensor([1.0])], [["a"]]):
+        with pytest.raises(RangeError, match="ids are integers"):
+            encoder.encode_ids(ids)
     with pytest.raises(ConfigError, match="list of texts"):
         encoder.encode("text")
     assert encoder.encode([]).shape == (0, 32)

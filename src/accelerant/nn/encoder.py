@@ -11,6 +11,7 @@ Source: Devlin et al. 2018, arXiv:1810.04805; Reimers and Gurevych 2019, arXiv:1
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -241,6 +242,11 @@ class Encoder:
         for row in ids:
             if not 0 < len(row) <= self.max_tokens:
                 raise RangeError(f"a text has 1 to {self.max_tokens:,} tokens, got {len(row):,}")
+            if set(map(type, row)) != {int}:  # a float would be cut to an integer
+                try:
+                    list(map(operator.index, row))
+                except TypeError as error:
+                    raise RangeError(f"ids are integers: {error}") from None
             if min(row) < 0 or max(row) >= size:
                 raise RangeError(f"ids are 0 to {size - 1:,}, got {min(row) if min(row) < 0 else max(row):,}")
 
