@@ -158,6 +158,22 @@ def test_the_shortest_calls_run_without_a_look_until_a_longer_one(clock, monkeyp
         assert torch.allclose(compiled(rows(count)), Normed().norm(rows(count)), atol=1e-6)
 
 
+def test_short_calls_whose_second_argument_grows_are_looked_at(clock, monkeypatch):
+    class Pair(Normed):
+        def forward(self, query, memory):
+            return super().forward(memory)
+
+    monkeypatch.setattr(choice, "BRIEF_S", 8.1)
+    clock.ours = 0.5
+    net = Pair(clock)
+    acl.nn.patch(net)
+    with torch.no_grad():
+        for count in [8] * STEPS + [40] * STEPS:
+            net(rows(8), rows(count))
+            assert clock.sides[-1] is False or count == 40
+    assert clock.sides[-1] is True
+
+
 def test_shapes_of_another_class_are_measured_again(clock):
     net = Normed(clock)
     report = acl.nn.patch(net)

@@ -66,7 +66,7 @@ def chosen_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     choice = record.choice
     if is_dynamo_compiling():
         return choice.forward(self, *args, **kwargs)
-    if (brief := choice.brief) is not None and args and not kwargs:
+    if (brief := choice.brief) is not None and len(args) == 1 and not kwargs:
         first = args[0]
         if type(first) is Tensor and first.is_cpu and first.numel() <= brief[is_grad_enabled()]:
             return type(self).forward(self, *args)
@@ -271,7 +271,7 @@ class Choice:
         self._open: _Open | None = None  # the lap that the next call ends
         self._sides: set[tuple[bool | None, bool | None]] = set()  # decisions of all kinds
         self._agreed = False  # whether all kinds are decided for the present side: backward passes are not watched
-        # Elements of the first argument up to which calls without and with gradients are too short for a trial on a
+        # Elements of the only argument up to which calls without and with gradients are too short for a trial on a
         # CPU: these run as it was without a further look while `brief` has them, as all kinds agree on that side.
         self._brief = [-1, -1]
         self.brief: list[int] | None = None
