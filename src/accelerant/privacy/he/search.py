@@ -174,7 +174,8 @@ class PrivateSearch:
             batch //= 2
             kept, moved = (space.getitem(total, (part,)) for part in (slice(batch), slice(batch, None)))
             total = rns.add(kept, scheme.automorphism(moved, *key), 1, k)
-        bits = min(query.budget_bits, scheme.switched_bits) - 2 * math.log2(self._period) - self._growth
+        # Each rotation adds a switch's noise to what was there; a score is a sum of so many products.
+        bits = min(query.budget_bits, scheme.switched_bits) - math.log2(self._period * (levels + 1)) - self._growth
         return bfv.Ciphertext(self._public, total, (self._blocks, self._public.n), bits, query.origin)
 
 
