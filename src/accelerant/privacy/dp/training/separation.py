@@ -330,7 +330,8 @@ class _Passes:
         model, few, given = self._clipper.model, (len(self._rows) + 1) // 2, self._clipper.loss_reduction
         if not self._has_loss or few < 2:
             return ""
-        modes, self._only_loss = [(module, module.training) for module in model.modules()], True
+        modes, before = [(module, module.training) for module in model.modules()], self.precise
+        self._only_loss = self.precise = True
         try:
             for module, _ in modes:  # dropout is drawn for so many rows
                 module.training = False
@@ -341,7 +342,7 @@ class _Passes:
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AccelerantError):
             return ""  # it is written for so many rows, or gives no loss in eval mode
         finally:
-            self._only_loss = False
+            self._only_loss, self.precise = False, before
             for module, mode in modes:
                 module.training = mode
         other, share = ("sum", few / len(self._rows)) if given == "mean" else ("mean", len(self._rows) / few)
@@ -349,7 +350,7 @@ class _Passes:
         for name in whole.keys() & part.keys():
             one, two = whole[name].norms, part[name].norms
             least = 1e-2 * float(one.max())
-            if least < 1e-7 or bool(((one - again[name].norms).abs() > least).any()):  # rounding, or random
+            if least < 1e-6 or bool(((one - again[name].norms).abs() > least).any()):  # rounding, or random
                 continue
             found = {kind: x for kind, x in found.items() if not bool(((two - x * one[:few]).abs() > least).any())}
         return misfit(given, list(found))
