@@ -363,6 +363,14 @@ def test_a_loss_that_the_model_returns_is_reduced_as_was_said(loss, shown, proba
         assert model.layers[1].training
 
 
+def test_sums_that_a_model_returns_beside_its_loss_may_be_logged():
+    x, y = points(8)
+    model = Losing(lambda out, y: (F.cross_entropy(out, y), out.square().sum()), 0.0)
+    with private(model, 1.0, expected_batch_size=8) as training:
+        model(x, y)[0][0].backward()
+        assert training.optimizer.tracker.passes == 1
+
+
 def test_a_model_whose_parts_are_called_is_named_as_unchecked():
     x, y = points(8)
     model = mlp()

@@ -540,9 +540,9 @@ class _LossTrace(TorchFunctionMode):
             return self.__torch_function__(torch.mul, (), (loss, gradient))  # type: ignore[no-any-return]
 
     def returned(self, losses: Iterable[Tensor]) -> bool:
-        """Return whether losses are results of the model as they are."""
-        leaves = [self._leaves.get(self._slots.get(each, 0)) for each in losses]
-        return all(leaf is not None and leaf.result for leaf in leaves)
+        """Return whether losses are, as they are, all numbers that the model returns: others may be logged alone."""
+        numbers = {number for number, leaf in self._leaves.items() if leaf.result and not leaf.tensor.dim()}
+        return numbers == {self._slots.get(each) for each in losses}
 
     def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
         """Return whether a row's gradient changes when others are replaced; UnsupportedCase if the inputs' rows do."""
