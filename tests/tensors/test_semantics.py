@@ -34,7 +34,6 @@ def test_sums_longer_than_a_thread_may_loop(device):
     assert total.tolist() == [70_000]
 
 
-@pytest.mark.sample(2, 1)
 @each_device
 @pytest.mark.parametrize("function", [
     lambda x: x.sum(), lambda x: x.mean(0), lambda x: x.reshape(2, -1).mean(-1), lambda x: (x * x).mean(),

@@ -178,8 +178,7 @@ def planned(**changes):
     return dp.Privatizer(**{**given, "expected_batch_size": 4.0, **changes})
 
 
-@pytest.mark.slow  # the accountant takes seconds
-@pytest.mark.parametrize("rate", [1.0, 0.1])
+@pytest.mark.parametrize("rate", [1.0, pytest.param(0.1, marks=pytest.mark.slow)])  # the accountant takes seconds
 def test_the_planned_steps_end_at_the_target(tmp_path, rate):
     """A step and a released sum cost the same; the one after the last is refused, and nothing is recorded."""
     privatizer = planned(sample_rate=rate, ledger=tmp_path / "spent.jsonl")
