@@ -8,6 +8,7 @@ import json
 import pickle
 import threading
 import types
+import warnings
 
 import pytest
 import torch
@@ -150,9 +151,13 @@ def test_the_shortest_calls_run_without_a_look_until_a_longer_one(clock, monkeyp
     run(net, 1)
     assert clock.sides[-1] is False
     assert [text.partition(",")[0] for text in report.choices.values()] == ["as it was", "on our ops"]
-    other = Normed()
+    other = Normed(trick=lambda x: clock.tick(False, 1))
     acl.nn.patch(other)
     run(other, 4)
+    assert other.__dict__[choice.RECORD].choice.brief == [-1, 32]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        torch.jit.trace(other, rows())
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     for count in (8, 40):
         assert torch.allclose(compiled(rows(count)), Normed().norm(rows(count)), atol=1e-6)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
+from torch._C import _is_tracing
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from accelerant._version import __version__
@@ -64,13 +65,13 @@ def chosen_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a patched model on the side that is faster for this kind of call."""
     record: PatchRecord = self.__dict__[RECORD]
     choice = record.choice
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or _is_tracing():
         return choice.forward(self, *args, **kwargs)
     if (brief := choice.brief) is not None and len(args) == 1 and not kwargs:
         first = args[0]
         if type(first) is Tensor and first.is_cpu and first.numel() <= brief[is_grad_enabled()]:
             return type(self).forward(self, *args)
-    if is_compiling() or torch._C._is_tracing():
+    if is_compiling():
         return choice.forward(self, *args, **kwargs)
     return choice(self, record, args, kwargs)
 
