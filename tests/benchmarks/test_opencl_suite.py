@@ -8,7 +8,6 @@ from benchmarks import opencl
 from requirements import require_backend
 
 
-@pytest.mark.slow
 def test_products_are_checked_and_timed(capsys, monkeypatch):
     require_backend("opencl")
     opencl.main(["--products", "40", "--sums", "--steps", "0"])

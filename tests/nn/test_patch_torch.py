@@ -390,7 +390,6 @@ def of_dtype(values, dtype):
         return None
 
 
-@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_dtype_gives_torchs_result_or_error(layer, training):

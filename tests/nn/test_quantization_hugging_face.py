@@ -126,7 +126,6 @@ def moved(model):
     return model
 
 
-@pytest.mark.sample(3, 1)
 @pytest.mark.parametrize("first", ["quantize", "peft"])
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_are_trained_on_quantised_layers(method, first):

@@ -236,7 +236,6 @@ def play(w, stage, lie, refused):
     w.assert_nothing_leaks()
 
 
-@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("stage", STAGES[1:])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_every_lie_is_refused_or_tells_nothing(stage, settings):

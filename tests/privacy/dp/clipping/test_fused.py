@@ -130,7 +130,6 @@ def test_a_layer_that_does_not_get_the_examples_first_is_refused(fused):
         model(torch.randn(3, 5, 32))
 
 
-@pytest.mark.sample(2, 1)
 @pytest.mark.parametrize("T", [8, 40])
 @pytest.mark.parametrize("where", ["hooks", "checkpoint", "check"])
 def test_saved_tensors_that_are_copies(fused, where, T):
