@@ -41,6 +41,15 @@ def test_an_argument_that_is_not_a_tensor_is_named_with_its_type(op, convert, au
             OPS[op].function(*wrong, **options)
 
 
+@pytest.mark.parametrize(("op", "name"), [
+    ("matmul", "b"), ("linear", "weight"), ("linear_gelu", "weight"), ("conv2d", "weight"), ("mse_loss", "target"),
+    ("l1_loss", "target"), ("binary_cross_entropy", "target"), ("binary_cross_entropy_with_logits", "target"),
+])  # fmt: skip
+def test_none_for_a_tensor_that_is_needed_is_named(op, name):
+    with pytest.raises(TypeError, match=f"{op} takes torch tensors; {name} is a NoneType"):
+        getattr(ops, op)(torch.rand(1, 2, 4, 4), None)
+
+
 @pytest.mark.parametrize("op", [ops.softmax, ops.log_softmax, ops.quantize_int8])
 def test_axis_is_another_name_of_dim(op):
     x = torch.randn(3, 4)

@@ -166,10 +166,18 @@ def check_dtype(op: str, x: Tensor, name: str = "x") -> None:
         raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, FLOATING))}; {name} is {name_of(x.dtype)}")
 
 
+_WITH_WEIGHT = ("linear", "linear_gelu", "conv2d")
+
+
 def check_matches(op: str, x: Tensor, name: str = "x", **others: Tensor | None) -> None:
-    """Raise UnsupportedDtype, ShapeError or TypeError for another dtype or device than x's, or no tensor; skip None."""
+    """Raise UnsupportedDtype, ShapeError or TypeError for another dtype or device than x's, or no tensor.
+
+    None is skipped where an op takes it: for a bias, and for the weights of a loss.
+    """
     for other_name, other in others.items():
         if other is None:
+            if other_name in ("b", "target") or (other_name == "weight" and op in _WITH_WEIGHT):
+                raise not_a_tensor(op, other_name, other)
             continue
         try:
             if other.dtype is x.dtype and other.device == x.device:
