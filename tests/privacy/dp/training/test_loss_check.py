@@ -461,6 +461,24 @@ def test_reductions_in_low_precision_and_by_ambiguous_numbers_pass(given, count,
         assert training.optimizer.tracker.passes == 1
 
 
+def test_a_factor_that_may_be_the_number_of_rows_is_judged_by_batches_of_other_sizes():
+    factor, scaled = (
+        8,
+        {"a constant": lambda out, y: flat(out, y) / factor, "rows": lambda out, y: flat(out, y) / len(y)},
+    )
+    for name, loss in scaled.items():
+        with private(Tagger(), 1.0, expected_batch_size=8, loss_reduction="mean") as training:
+            for count in (8, 8, 9):
+                x, y, *_ = rows(count)
+                value = loss(training.model(x), y) + 0 * len(x)
+                if (name, count) == ("rows", 9):
+                    with pytest.raises(ConfigError, match="neither mean nor sum"):
+                        value.backward()
+                else:
+                    value.backward()
+                training.optimizer.zero_grad()
+
+
 def test_gradients_that_are_rounding_alone_show_no_reduction():
     x, *_ = rows()
     with private(Tagger(), 1.0, expected_batch_size=24) as training, warnings.catch_warnings():

@@ -70,6 +70,7 @@ class LossCheck:
         self._trace: _LossTrace | None = None
         self._calls = 0  # of the model that have not returned
         self._warned = False
+        self._doubted = 0  # rows of a pass whose loss seemed reduced otherwise by a number that was perhaps another
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -146,8 +147,9 @@ class LossCheck:
                     "results), the gradients of others changed"
                 )
                 raise UnsupportedCase(f"{reason}. {_ROWS}. {_REMEDY}")
-            if trace.misfit:
+            if trace.misfit and (not trace.doubtful or self._doubted not in (0, rows)):
                 raise ConfigError(trace.misfit)
+            self._doubted = rows if trace.misfit else self._doubted
 
     def check_labels(self, labels: Tensor, ignored: int = _IGNORE_INDEX) -> None:
         """Check the labels of a mean that a model of accelerant.nn takes itself, over those that are not ignored."""
@@ -209,6 +211,11 @@ class _Number(_Slot):
     read: Callable[[Tensor], float]
     inverse: bool = False
     kind: type[float] = float
+
+    @property
+    def kept(self) -> float:
+        """What the host read, in the place that it was given for."""
+        return self.kind(1.0 / self.value if self.inverse else self.value)
 
     def now(self, tensor: Tensor) -> float:
         """Return what the host would read now."""
@@ -277,6 +284,7 @@ class _LossTrace(TorchFunctionMode):
         self.results: list[int] = []
         self.blame = self.misfit = ""
         self._eps = 0.0  # of the lowest precision in the loss
+        self.doubtful = self._kept = False  # whether `misfit` is none if numbers are constants; whether they are now
         for each in inputs:
             if isinstance(each, Tensor) and each.dim():
                 self._rows[self._add_leaf(each, rows=True)] = len(each)
@@ -608,16 +616,23 @@ class _LossTrace(TorchFunctionMode):
         few = (rows + 1) // 2
         if few < 2 or any(_counts(each, rows) for each in constants):
             return ""
-        try:
-            after = repeated(torch.arange(few, device="cpu"))
-        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError):
-            return ""  # it is written for so many rows
         given, kept = self._clipper.loss_reduction, torch.ones(few, dtype=torch.bool, device="cpu")
         shares, rounding = {"sum": 1.0, "mean": few / rows}, 4.0 / (1 if given == "sum" else rows)
-        scaled = {name: [x.double() * share for x in after] for name, share in shares.items()}
-        return misfit(
-            given, [name for name in shares if not _moved(before, scaled[name], kept, 4 * self._eps, rounding)]
-        )
+
+        def found() -> list[str]:
+            after = repeated(torch.arange(few, device="cpu"))
+            scaled = {name: [x.double() * share for x in after] for name, share in shares.items()}
+            return [name for name in shares if not _moved(before, scaled[name], kept, 4 * self._eps, rounding)]
+
+        try:
+            shown = found()
+            if given not in shown:
+                self._kept = True
+                self.doubtful = given in found()
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError):
+            if not self._kept:
+                return ""  # it is written for so many rows
+        return misfit(given, shown)
 
     def _mixes_inputs(self, rows: int) -> bool:
         """Return whether what the model is given for a row changes when others are replaced."""
@@ -715,7 +730,7 @@ class _LossTrace(TorchFunctionMode):
     def _call(self, call: _RecordedCall, values: dict[int, Tensor], rows: int | None) -> None:
         def given(each: Any) -> Any:
             if isinstance(each, _Number):
-                return each.now(values[each.number])
+                return each.kept if self._kept else each.now(values[each.number])
             return values[each.number] if isinstance(each, _Slot) else each
 
         args, kwargs = pytree.tree_map(given, call.args)
