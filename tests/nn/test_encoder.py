@@ -103,6 +103,27 @@ def test_batches_hold_similar_lengths_and_each_text_once():
     assert ends == sorted(ends)
 
 
+def test_a_device_that_lacks_memory_for_large_batches_gets_small_ones(tmp_path, monkeypatch):
+    encoder_folder(tmp_path)
+    encoder, sizes = Encoder(tmp_path), []
+    ids = [[i] * (1 + i % 7) for i in range(4, 60)]
+    expected, forward = encoder.encode_ids(ids), encoder._model.forward
+
+    def limited(flat, *args):
+        sizes.append(len(flat))
+        if len(flat) > 40:
+            raise torch.OutOfMemoryError("no memory")
+        return forward(flat, *args)
+
+    monkeypatch.setattr(encoder._model, "forward", limited)
+    monkeypatch.setattr("accelerant.nn.encoder._BATCH_TOKENS", (320, 320))
+    torch.testing.assert_close(encoder.encode_ids(ids), expected, rtol=0, atol=1e-6)
+    assert sizes[0] > 40 >= max(sizes[1:])
+    monkeypatch.setattr("accelerant.nn.encoder._BATCH_TOKENS", (640, 640))
+    with pytest.raises(torch.OutOfMemoryError):
+        encoder.encode_ids(ids)
+
+
 @pytest.mark.parametrize("text", ["a\ud800", 1, None])
 def test_what_is_no_text_is_refused(tmp_path, text):
     encoder_folder(tmp_path, "bert", "mean")

@@ -10,6 +10,7 @@ Source: Devlin et al. 2018, arXiv:1810.04805; Reimers and Gurevych 2019, arXiv:1
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import os
@@ -216,8 +217,14 @@ class Encoder:
     def encode_ids(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """Return the vectors of texts that are tokens already; errors as of `require_ids`."""
         self.require_ids(ids)
+        most = _BATCH_TOKENS[self.device.type == "cuda"]
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return self._encoded(ids, most)
+        return self._encoded(ids, most // 8)
+
+    def _encoded(self, ids: Sequence[Sequence[int]], most: int) -> Tensor:
         lengths = np.array([len(row) for row in ids], np.int64)
-        batches = list(_batches(lengths.tolist(), _BATCH_TOKENS[self.device.type == "cuda"]))
+        batches = list(_batches(lengths.tolist(), most))
         order = [row for batch in batches for row in batch]
         ends = lengths[order].cumsum()
         total = int(lengths.sum())
