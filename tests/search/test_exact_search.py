@@ -412,6 +412,10 @@ def test_the_kernels_take_empty_and_small_collections(interpreted):
     assert exact(x, x, 9).ids.tolist() == [[0, 1, 2], [1, 0, 2], [2, 0, 1]]
     assert exact(x, x, mask=[1]).ids.tolist() == [[1]] * 3
     assert exact(x, x, mask=torch.zeros(3, 3, dtype=torch.bool)).counts.tolist() == [0, 0, 0]
+    for mask in (None, torch.eye(3, dtype=torch.bool), range(1, 3)):
+        whole, shards = exact(x, x, 9, mask=mask), exact(x, [x[:1], x[:0], x[1:]], 9, mask=mask)
+        for found, wanted in zip((*shards, shards.counts), (*whole, whole.counts), strict=True):
+            assert torch.equal(found, wanted)
     with pytest.raises(RangeError, match="row 1 of data has NaN"):
         exact(x, torch.tensor([[0.0, 1, 2], [0, float("nan"), 0]]))
 
@@ -482,14 +486,16 @@ rest = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fro
     ("share", "tiny", "least_norm"), "fp32"
 )
 integers = ("Q", "N", "D", "K", "CHOSEN", "KEYS", "q_row", "x_row", "seen_row", "blocks", "first")
-fixed = {"ROWS": 24, "LANES": 32, "PARTS": 16, "BLOCK_D": 128, "SETS": 8, "ROUNDED": True, "EVEN": True, "WORDS": False}
+fixed = {"ROWS": 24, "LANES": 32, "PARTS": 16, "CHUNK": 64, "BLOCK_D": 128, "SETS": 8}
+fixed |= {"ROUNDED": True, "EVEN": True, "WORDS": False}
 cases = [("maxima", dtype, "ip") for dtype in types if dtype != torch.float16] + [("maxima_one", torch.bfloat16, "ip")]
-cases += [(name, torch.float32, "cosine") for name in ("norms", "choose", "score")] + [("best", torch.float32, "l2")]
+cases += [(name, torch.float32, "cosine") for name in ("norms", "choose", "score", "finish")]
+cases += [("best", torch.float32, "l2")]
 count = 0
 for target, shared in (("sm_75", 0), ("sm_80", 166912), ("sm_90", 232448), ("gfx942", 65536)):
     for name, dtype, metric in cases:
         constants, warps, stages = fixed | {"METRIC": metric, "WIDTH": 64 if name == "best" else 1024}, 4, 3
-        if name in ("norms", "maxima_one"):
+        if name in ("norms", "maxima_one", "finish"):
             constants["ROWS"] = 32
         if name == "maxima":
             tile, warps, stages = blocks.tile_of(128, dtype, dtype, shared)
@@ -526,7 +532,7 @@ def test_the_kernels_compile_for_each_target():
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "36", done.stderr[-3000:]
+    assert done.stdout.strip() == "40", done.stderr[-3000:]
 
 
 def test_ranges_of_ids_reach_the_ends_of_int64():

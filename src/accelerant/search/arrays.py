@@ -168,13 +168,19 @@ def _parsed(mask: Any, count: int | None) -> range | Tensor:
     return whole[whole >= 0] if given.dtype == torch.uint64 else whole  # no row has an id above 2^63
 
 
-def selection(mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id: bool = False) -> Selection:
-    """Return what a `mask` of `exact` selects of `count` rows; `by_id`: element i of bool is of id i, not of row i."""
+def selection(
+    mask: Any, queries: int, count: int, ids: Tensor | None, *, by_id: bool = False, device: torch.device | None = None
+) -> Selection:
+    """Return what a `mask` of `exact` selects of `count` rows; `by_id`: element i of bool is of id i, not of row i.
+
+    `device`: where the rows are found, by default that of the mask.
+    """
     if mask is None:
         return Selection()
     given = _parsed(mask, None if by_id else count)
     if isinstance(given, range):
         return _of_range(given, count, ids)
+    given = given.to(given.device if device is None else device)
     if given.dtype == torch.bool:
         if by_id and ids is not None and given.dim():
             at = ids.to(given.device).clamp(-1, given.shape[-1])  # the last is one more, which selects nothing

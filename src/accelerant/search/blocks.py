@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +22,12 @@ from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.search.arrays import Selection
 
 KERNELS = {
-    name: TritonKernel("accelerant.search.triton_kernels", f"search_{name}", widths=widths, contracts=name != "score")
+    name: TritonKernel(
+        "accelerant.search.triton_kernels", f"search_{name}", widths=widths, contracts=name not in ("score", "finish")
+    )
     for name, widths in {
         "norms": (6, 7), "maxima": (9, 10, 11, 12), "maxima_one": (8, 9), "choose": (7, 8),
-        "score": (10, 11, 12, 13), "best": (),
+        "score": (10, 11, 12, 13), "best": (), "finish": (12, 13),
     }.items()
 }  # fmt: skip
 
@@ -50,6 +51,9 @@ _UNIT = 2.0**-24
 
 _FEW = 4096, 16
 """Maxima that `search_choose` compares at once, and its warps, for few queries."""
+
+_ALONE, _PARTS = 2048, 128
+"""Near rows of a single query up to which one kernel does all that follows the maxima, and its programs."""
 
 _SMALL = 1 << 17
 """Rows up to which blocks have 8 of them: those that are chosen are scored in less time, and there are few."""
@@ -130,7 +134,10 @@ class Known(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Results of the kernels, right if the state says so; `room` is the number of near rows of a query that fit."""
+    """Results of the kernels, right if the state says so, which is on the host once their stream is done.
+
+    `room`: number of near rows of a query that fit.
+    """
 
     room: int
     scores: Tensor
@@ -139,31 +146,44 @@ class Answers(NamedTuple):
     state: Tensor
 
 
-def top(q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Known | None = None) -> list[Found] | None:
-    """Return the k best of tiles of queries in chunks of rows, or None where only other ways find or refuse them.
+Launched = tuple[int, Tensor | int, Answers]
+"""The first query of a tile, the names of a piece's rows, and what the kernels write."""
+
+
+def start(
+    q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Known | None = None, capacity: int = 0
+) -> list[Launched]:
+    """Launch a search of the k best of tiles of queries in chunks of rows, for `top` to wait for."""
+    capacity = capacity or _capacity(k)
+    step = max(_ELEMENTS // max(len(x) // 24, 4 * capacity), 1)
+    tiles = [slice(at, at + step) for at in range(0, len(q), step)]
+    return [
+        (tile.start, piece.names, _launched(q[tile], piece, tile, k, metric, capacity))
+        for piece in _pieces(x, chosen, known, q.device)
+        for tile in tiles
+    ]
+
+
+def top(
+    q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, known: Known | None, launched: list[Launched]
+) -> list[Found] | None:
+    """Return the k best that `start` launched the search of, or None where only other ways find or refuse them.
 
     x may lie in the host's memory, `known` on the device. None is returned where norms are not
     finite or squares beyond float32, and where too many rows are as near as the k-th.
     """
     capacity = _capacity(k)
     for _ in range(2):
-        step = max(_ELEMENTS // max(len(x) // 24, 4 * capacity), 1)
-        tiles = [slice(at, at + step) for at in range(0, len(q), step)]
-        launched = [
-            (tile.start, piece.names, _launched(q[tile], piece, tile, k, metric, capacity))
-            for piece in _pieces(x, chosen, known, q.device)
-            for tile in tiles
-        ]
-        states = [answers.state.cpu().numpy() for *_, answers in launched]  # the only wait
-        found = [_found(*each, k, capacity, state) for each, state in zip(launched, states, strict=True)]
+        _wait(q.device)
+        found = [_found(*each, k, capacity) for each in launched]
         if -1 in (few := [each for each in found if isinstance(each, int)]):
             return None
         if not few:
             return [each for each in found if isinstance(each, Found)]
-        most = max(few)
-        capacity = next_power_of_2(most)
-        if most > _LARGEST_CAPACITY:
+        capacity = next_power_of_2(max(few))
+        if max(few) > _LARGEST_CAPACITY:
             break
+        launched = start(q, x, k, metric, chosen, known, capacity)
     return None
 
 
@@ -186,16 +206,22 @@ def plan_of(q: Any, x: Any, k: Any, metric: Any) -> Plan | None:
 def again(plan: Plan, q: Tensor, x: Tensor, k: int) -> Found | None:
     """Return the answers by launches that are known, None where they do not find them."""
     answers = _replayed(plan, q, (q, x, None, None, None, None))
-    found = None if answers is None else _found(0, 0, answers, k, _capacity(k), answers.state.cpu().numpy())
+    if answers is None:
+        return None
+    _wait(q.device)
+    found = _found(0, 0, answers, k, _capacity(k))
     return found if isinstance(found, Found) else None
 
 
-def _found(
-    first: int, names: Tensor | int, answers: Answers, k: int, capacity: int, state: np.ndarray[Any, Any]
-) -> Found | int:
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _found(first: int, names: Tensor | int, answers: Answers, k: int, capacity: int) -> Found | int:
     """Return answers, or the capacity that they need, or -1 where others have to find them."""
-    room, scores, rows, counts, _ = answers
-    chosen, near = state[:-2].reshape(2, -1)
+    room, scores, rows, counts, state = answers
+    chosen, near = state.numpy()[:-3].reshape(2, -1)
     if chosen.min() < 0:
         return -1
     most, width = int(chosen.max()), int((near & (_TIED - 1)).max())
@@ -243,6 +269,7 @@ class Plan:
     """
 
     work_bytes: int
+    out_bytes: int
     out: tuple[_Shape, ...]
     room: int
     launches: list[tuple[Any, list[tuple[int, int]]]]
@@ -258,12 +285,19 @@ def _size_bytes(arrays: Sequence[_Shape]) -> int:
 
 def _cut(memory: Tensor, arrays: Sequence[_Shape]) -> list[Any]:
     """Return arrays that follow one another in memory, each from a multiple of 16 bytes on."""
+    typed = {dtype: memory.view(dtype) for dtype, *_ in arrays}
     found, at = [], 0
     for dtype, *shape in arrays:
-        stop = at + math.prod(shape) * dtype.itemsize
-        found.append(memory[at:stop].view(dtype).view(shape))
-        at = ceil_div(stop, 16) * 16
+        found.append(typed[dtype].as_strided(shape, (*shape[1:], 1), at // dtype.itemsize))
+        at += ceil_div(math.prod(shape) * dtype.itemsize, 16) * 16
     return found
+
+
+def _read(state: Tensor) -> Tensor:
+    """Return a copy on the host, there as soon as its stream is done."""
+    if not state.is_cuda:
+        return state
+    return torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=True).copy_(state, non_blocking=True)
 
 
 def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacity: int) -> Answers:
@@ -284,7 +318,7 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
     one = Q == 1 and (kind != "int8" or words)  # single conversions of int8 take longer than reading it
     rounded = kind == "bfloat16" and not one
     factor = q.bfloat16() if rounded and not interpreting() else q
-    on_hopper = at is None and seen is None and _suits_hopper(factor, x)
+    on_hopper = at is None and seen is None and N > _HOPPER_ROWS and _suits_hopper(factor, x)
     sets = 1 if one else 4 * _SETS if N <= _SMALL and not on_hopper else _SETS
     height = _ROWS if one else (_HOPPER_WIDTH if on_hopper else 8 * _ROWS) // sets
     blocks = ceil_div(N, sets * height) * sets
@@ -293,12 +327,12 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
         (torch.float32, Q, blocks), (torch.int64, Q, room), (torch.int32, Q, capacity), (torch.float32, Q),
         (torch.float32, 0 if metric == "ip" or known is not None or one else len(x)),
     ]  # fmt: skip
-    of_out = ((torch.float32, Q, k), (torch.int64, Q, k), (torch.int64, Q), (torch.int32, 2 * Q + 2))
+    of_out = ((torch.float32, Q, k), (torch.int64, Q, k), (torch.int64, Q), (torch.int32, 2 * Q + 3))
     work = torch.empty(_size_bytes(shapes), dtype=torch.uint8, device=device)
     out = torch.zeros(_size_bytes(of_out), dtype=torch.uint8, device=device)
     maxima, keys, chosen, cut, norms = _cut(work, shapes)
     answers = Answers(room, *_cut(out, of_out))
-    state, largest = answers.state, answers.state[2 * Q :]
+    state, largest = answers.state, answers.state[2 * Q : 2 * Q + 2]
     thread = threading.get_ident()
     recorded = recorders[thread] = []
     try:
@@ -309,30 +343,52 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
         tiny = (D * 1e-38) ** 0.5  # squares below float32's range
         whole = kind == "int8" and metric == "ip"
         share = 4 * _UNIT if whole else (D + 16) * 8 * _UNIT  # tensor cores truncate sums
-        width, warps = _FEW if Q <= 64 else (1024, 4)
-        KERNELS["choose"].launch(
-            (Q,), (q, maxima, state, largest if bound is None else bound, cut, chosen, Q, D, q.stride(0), blocks, k,
-            capacity, share, tiny, 128.0 * D**0.5 if whole else tiny),
-            {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
-        )  # fmt: skip
-        parts = 16 if Q > 8 else capacity
-        KERNELS["score"].launch(
-            (Q * parts,), (q, x, at, seen, state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0), _step(seen),
-            capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": next_power_of_2(height),
-            "PARTS": parts},
-        )  # fmt: skip
-        KERNELS["best"].launch(
-            (Q * ceil_div(max(room, k), 64),), (keys, state, *answers[1:4], Q, room, k, first),
-            {"METRIC": metric, "WIDTH": 64},
-        )  # fmt: skip
+        bounds = share, tiny, 128.0 * D**0.5 if whole else tiny
+        found = largest if bound is None else bound
+        if one and capacity <= _ALONE:
+            chunk = min(max(next_power_of_2(ceil_div(blocks, _PARTS)), 16), 256)
+            parts = min(ceil_div(blocks, chunk), _PARTS)
+            KERNELS["finish"].launch(
+                (parts,), (q, x, at, seen, maxima, state, found, keys, *answers[1:4], N, D, x.stride(0), blocks, room,
+                k, first, *bounds), {"METRIC": metric, "ROWS": height, "WIDTH": _FEW[0], "CHUNK": chunk,
+                "PARTS": parts}, num_warps=_FEW[1],
+            )  # fmt: skip
+        else:
+            _decide(q, piece, seen, answers, (maxima, keys, chosen, cut), found, bounds, k, metric, sets, height,
+                    rounded=rounded)  # fmt: skip
     finally:
         del recorders[thread]
     if recorded and not rounded:  # by own kernels alone, on these arrays
         owners = (q, x, at, seen, known, bound, work, out)
         launches = [(kernel, [_place(each, owners) for each in used]) for kernel, used in recorded]
         fixed = [0 if each is None else each.data_ptr() for each in owners] if on_hopper else None
-        _plans.keep(key, Plan(len(work), of_out, room, launches, fixed))
-    return answers
+        _plans.keep(key, Plan(len(work), len(out), of_out, room, launches, fixed))
+    return answers._replace(state=_read(state))
+
+
+def _decide(
+    q: Tensor, piece: Piece, seen: Tensor | None, answers: Answers, work: Sequence[Tensor], largest: Tensor,
+    bounds: tuple[float, float, float], k: int, metric: str, sets: int, height: int, *, rounded: bool,
+) -> None:  # fmt: skip
+    """Launch what follows the maxima: the choice of blocks, their scores, the best of these."""
+    (maxima, keys, chosen, cut), (Q, D), x, at = work, q.shape, piece.x, piece.at
+    N, capacity, room, blocks = len(x) if at is None else len(at), chosen.shape[1], answers.room, maxima.shape[1]
+    first = 0 if isinstance(piece.names, Tensor) else piece.names
+    width, warps = _FEW if Q <= 64 else (1024, 4)
+    KERNELS["choose"].launch(
+        (Q,), (q, maxima, answers.state, largest, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, *bounds),
+        {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
+    )  # fmt: skip
+    parts = 16 if Q > 8 else capacity
+    KERNELS["score"].launch(
+        (Q * parts,), (q, x, at, seen, answers.state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0), _step(seen),
+        capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": next_power_of_2(height),
+        "PARTS": parts},
+    )  # fmt: skip
+    KERNELS["best"].launch(
+        (Q * ceil_div(max(room, k), 64),), (keys, answers.state, *answers[1:4], Q, room, k, first),
+        {"METRIC": metric, "WIDTH": 64},
+    )  # fmt: skip
 
 
 def _key(
@@ -350,7 +406,7 @@ def _key(
 def _replayed(plan: Plan, q: Tensor, arrays: Sequence[Tensor | None]) -> Answers | None:
     """Launch what is known; None if the launches are of other addresses."""
     work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=q.device)
-    out = torch.zeros(_size_bytes(plan.out), dtype=torch.uint8, device=q.device)
+    out = torch.zeros(plan.out_bytes, dtype=torch.uint8, device=q.device)
     bases = [0 if each is None else each.data_ptr() for each in (*arrays, work, out)]
     if plan.fixed is not None and plan.fixed != bases:
         return None
@@ -359,7 +415,8 @@ def _replayed(plan: Plan, q: Tensor, arrays: Sequence[Tensor | None]) -> Answers
             launch.start([bases[base] + offset for base, offset in places])
         else:
             launch.start()
-    return Answers(plan.room, *_cut(out, plan.out))
+    answers = Answers(plan.room, *_cut(out, plan.out))
+    return answers._replace(state=_read(answers.state))
 
 
 def _place(pointer: int, owners: Sequence[Tensor | None]) -> tuple[int, int]:
@@ -423,6 +480,9 @@ HOPPER_KINDS = ("struct", "struct", "*f32", "*f32", "*u32", "struct")
 _HOPPER_WIDTH, _HOPPER_STAGES = 192, 5
 _HOPPER_QUERIES = 64
 """Queries from which on tiles of 128 of them are worthwhile."""
+
+_HOPPER_ROWS = 1 << 14
+"""Rows up to which blocks of 8 of them take less time, whose chosen ones are scored sooner."""
 
 _COPIED = 1 << 26
 """Elements that are rounded to bfloat16 at once."""

@@ -14,11 +14,12 @@ d u), u = 2^-24. Source: Higham 2002, "Accuracy and Stability of Numerical Algor
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
-from accelerant.runtime.ledger import RecordedLaunch, sole_record
+from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.registry import provider_of
 from accelerant.search import blocks
 from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
@@ -115,7 +116,8 @@ def exact(
     if wide is not None and wide.shape != (count, q.shape[1]):
         raise ShapeError(f"rerank must be ({count}, {q.shape[1]}), as data is, got {tuple(wide.shape)}")
     _check(q, [] if wide is None else [wide], metric)
-    hits = search(q, parts, k, metric, selection(mask, len(q), count, of_rows), of_rows, wide)
+    chosen = selection(mask, len(q), count, of_rows, device=q.device if q.is_cuda else None)
+    hits = search(q, parts, k, metric, chosen, of_rows, wide)
     if asked.dim() == 1:
         hits = Hits(hits[0][0], hits[1][0], hits.counts[0])
     return Hits(back(hits[0]), back(hits[1]), back(hits.counts))
@@ -165,13 +167,15 @@ def search(
     size = sum(part.numel() * part.element_size() for part in parts)
     with _recorded(serves, q.device, len(q), count, q.shape[1], parts[0].dtype, metric, size):
         starts = [0, *accumulate(map(len, parts))]
+        nears = [q.to(part.device) if part.device.type != "cpu" else q for part in parts]
+        somes = [chosen] if len(parts) == 1 else [chosen.part(*ends) for ends in pairwise(starts)]
+        given = list(zip(nears, parts, somes, strict=True))
+        begun = [blocks.start(*each[:2], wanted, metric, each[2], known) if serves else [] for each in given]
 
         def one(at: int) -> Hits | tuple[Tensor, ...]:
-            part, start, stop = parts[at], starts[at], starts[at + 1]
-            near = q.to(part.device) if part.device.type != "cpu" else q
-            own = None if ids is None else ids[start:stop].to(near.device)
-            some = chosen if len(parts) == 1 else chosen.part(start, stop)
-            found = blocks.top(near, part, wanted, metric, some, known) if serves and len(part) else None
+            near, part, some = given[at]
+            own = None if ids is None else ids[starts[at] : starts[at + 1]].to(near.device)
+            found = blocks.top(near, part, wanted, metric, some, known, begun[at]) if serves and len(part) else None
             if (
                 found is not None
                 and any(each.tied for each in found)
@@ -179,43 +183,67 @@ def search(
                 and bool((own.diff() < 0).any())
             ):
                 found = None  # which of the equal rows has the least id is not known
-            if found is not None and len(parts) == len(found) == 1 and wide is None:
-                return _by_id(found[0], own, smallest=metric in ("l2", "hamming"))
-            search = Part(near, k, metric, start, own, wide, None if known is None else known.norms)
-            pairs = search.top(part, some) if found is None else search.among(part, found)
-            return tuple(x.to(q.device) for x in pairs)
+            if found is not None and len(found) == 1 and wide is None:
+                return _by_id(found[0], own, starts[at], smallest=smallest)
+            search = Part(near, k, metric, starts[at], own, wide, None if known is None else known.norms)
+            return search.top(part, some) if found is None else search.among(part, found)
 
-        if len({part.device for part in parts}) > 1:  # each GPU is kept busy by its own thread
+        smallest = metric in ("l2", "hamming")
+        if len({part.device for part in parts}) > 1 and not serves:  # each GPU is kept busy by its own thread
             with ThreadPoolExecutor(len(parts)) as pool:
                 answers = list(pool.map(one, range(len(parts))))
         else:
             answers = [one(at) for at in range(len(parts))]
-        if isinstance(answers[0], Hits):
-            (scores, names), counts = answers[0], answers[0].counts
-            return Hits(scores.to(q.device), names.to(q.device), counts.to(q.device))
-        row, name, score = map(torch.cat, zip(*answers, strict=True))
-        return dense(row, name, score, len(q), k, smallest=metric in ("l2", "hamming"))
+        hits = [Hits(*(x.to(q.device) for x in (*each, each.counts))) for each in answers if isinstance(each, Hits)]
+        if len(hits) == len(parts):
+            return hits[0] if len(hits) == 1 else _merged(hits, k, smallest=smallest)
+        pairs = [_pairs(each) if isinstance(each, Hits) else each for each in answers]
+        row, name, score = (torch.cat([each[i].to(q.device) for each in pairs]) for i in range(3))
+        return dense(row, name, score, len(q), k, smallest=smallest)
 
 
 def _recorded(
     serves: bool, device: torch.device, Q: int, N: int, d: int, dtype: torch.dtype, metric: str, size: int
 ) -> RecordedLaunch:  # fmt: skip
     provider = provider_of(device)
-    case = f"{Q} x {N} x {d} {str(dtype).removeprefix('torch.')} {metric}"
-    names_of = ("search_exact", "triton" if serves else "torch", provider.name, str(device), case)
-    record = sole_record(*names_of, size_bytes=size, operations=2 * Q * N * d)
+    record = _record("triton" if serves else "torch", provider.name, str(device), Q, N, d, dtype, metric, size)
     return RecordedLaunch(record, provider, device.index or 0)
 
 
-def _by_id(found: blocks.Found, ids: Tensor | None, *, smallest: bool) -> Hits:
+@functools.lru_cache(maxsize=1024)
+def _record(
+    implementation: str, backend: str, device: str, Q: int, N: int, d: int, dtype: torch.dtype, metric: str, size: int
+) -> OpRecord:  # fmt: skip
+    case = f"{Q} x {N} x {d} {str(dtype).removeprefix('torch.')} {metric}"
+    return sole_record("search_exact", implementation, backend, device, case, size_bytes=size, operations=2 * Q * N * d)
+
+
+def _by_id(found: blocks.Found, ids: Tensor | None, start: int, *, smallest: bool) -> Hits:
     """Return the answers of all queries with the ids of their rows, of equal scores the lowest id first."""
-    scores, names = found.scores, found.rows
-    if ids is not None:
-        names = ids[names.clamp(min=0)].masked_fill_(names < 0, -1)
-        order = names.argsort(dim=1, stable=True)
-        order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=not smallest, stable=True))
-        scores, names = scores.gather(1, order), names.gather(1, order)
-    return Hits(scores, names, found.counts)
+    scores, rows, k = found.scores, found.rows, found.rows.shape[1]
+    if ids is None:
+        return Hits(scores, rows + start * (rows >= 0) if start else rows, found.counts)
+    return _best(scores, ids[rows.clamp(min=0)].masked_fill_(rows < 0, -1), found.counts, k, smallest=smallest)
+
+
+def _best(scores: Tensor, ids: Tensor, counts: Tensor, k: int, *, smallest: bool) -> Hits:
+    """Return the k best of each query's answers (Q, any number), of equal scores the lowest id first."""
+    order = ids.argsort(dim=1, stable=True)
+    order = order.gather(1, scores.gather(1, order).argsort(dim=1, descending=not smallest, stable=True))[:, :k]
+    return Hits(scores.gather(1, order), ids.gather(1, order), counts.clamp(max=k))
+
+
+def _merged(hits: list[Hits], k: int, *, smallest: bool) -> Hits:
+    """Return the k best of the answers of several searches for the same queries."""
+    scores, ids = (torch.cat([each[i] for each in hits], 1) for i in (0, 1))
+    counts = torch.stack([each.counts for each in hits]).sum(0)
+    return _best(scores, ids, counts, min(k, int(counts.max())), smallest=smallest)
+
+
+def _pairs(hits: Hits) -> tuple[Tensor, ...]:
+    """Return (query, id, score) of each answer."""
+    query, column = (hits[1] >= 0).nonzero(as_tuple=True)
+    return query, hits[1][query, column], hits[0][query, column]
 
 
 def dense(row: Tensor, name: Tensor, score: Tensor, queries: int, k: int, *, smallest: bool) -> Hits:

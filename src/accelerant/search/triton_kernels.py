@@ -215,18 +215,16 @@ def search_maxima_one(
 
 
 @triton.jit
-def search_choose(
-    q_ptr, maxima_ptr, state_ptr, largest_ptr, cut_ptr, chosen_ptr, Q, D, q_row, blocks, K, CHOSEN, share, tiny,
-    least_norm, METRIC: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
+def _limits(
+    q_ptr, maxima_ptr, largest_ptr, D, blocks, K, share, tiny, least_norm,
+    METRIC: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    query = tl.program_id(0)
+    """Return the least maximum of the blocks to choose, the least score to keep, and whether the norms are usual."""
     lanes = tl.arange(0, WIDTH)
     sums = tl.zeros([WIDTH], tl.float32)
     losses = tl.zeros([WIDTH], tl.float32)
     for start in range(0, D, WIDTH):
-        squares, lost = _squares(
-            tl.load(q_ptr + query.to(tl.int64) * q_row + start + lanes, mask=start + lanes < D, other=0)
-        )
+        squares, lost = _squares(tl.load(q_ptr + start + lanes, mask=start + lanes < D, other=0))
         sums += squares
         losses += lost
     norm = tl.sqrt(tl.sum(sums, 0)) + tiny
@@ -244,22 +242,25 @@ def search_choose(
         reach = 1.0 if METRIC == "cosine" else largest
         error += scale * 1.01 * (lost_of_q * reach + norm * lost_of_x)
 
-    maxima_ptr += query.to(tl.int64) * blocks
     tops = tl.full([WIDTH], float("-inf"), tl.float32)
     for start in range(0, blocks, WIDTH):
         maxima = tl.load(maxima_ptr + start + lanes, mask=start + lanes < blocks, other=float("-inf"))
         tops = tl.maximum(tops, maxima)
     order = _ordered(tops)
     low, high = tl.min(order, 0).to(tl.int64), tl.max(order, 0).to(tl.int64) + 1  # at least K are at least low
-    for _ in range(9):  # 4 bounds in between, whose counts are parts of one sum
+    most = K + (K >> 2) + 4 if WIDTH > 1024 else K  # a few more blocks take less time than a further round
+    rounds, count = 0, tl.full([], WIDTH, tl.int64)
+    while (rounds < 9) & (count > most):  # 4 bounds in between, whose counts are parts of one sum
         step = (high - low) // 5
         above = (order >= low + step).to(tl.int64) + ((order >= low + 2 * step).to(tl.int64) << 16)
         above += ((order >= low + 3 * step).to(tl.int64) << 32) + ((order >= low + 4 * step).to(tl.int64) << 48)
         above = tl.sum(above, 0)
         enough = ((above & 0xFFFF) >= K).to(tl.int64) + (((above >> 16) & 0xFFFF) >= K).to(tl.int64)
         enough += (((above >> 32) & 0xFFFF) >= K).to(tl.int64) + (((above >> 48) & 0xFFFF) >= K).to(tl.int64)
+        count = tl.where(enough > 0, (above >> (16 * tl.maximum(enough - 1, 0))) & 0xFFFF, count)
         low += enough * step
         high = tl.where(enough < 4, low + step, high)
+        rounds += 1
     least = _of_order(low.to(tl.int32))
     limit = tl.maximum(least - 2.0 * error, -3.0e38)  # -inf is hidden
     cut = least - 1.5 * error
@@ -267,13 +268,28 @@ def search_choose(
         cut = cut - tl.sum(sums, 0)
     elif METRIC == "cosine":
         cut = cut / norm
-    tl.store(cut_ptr + query, tl.maximum(cut, -3.4e38))
     usual = (norm < 1e19) & (largest < 1e19)  # not of NaN
     if METRIC == "cosine":
         usual = usual & (norm > 1e-12)
+    limit = tl.where(usual, limit, float("nan"))  # none is chosen
+    return limit, tl.maximum(cut, -3.4e38), usual
+
+
+@triton.jit
+def search_choose(
+    q_ptr, maxima_ptr, state_ptr, largest_ptr, cut_ptr, chosen_ptr, Q, D, q_row, blocks, K, CHOSEN, share, tiny,
+    least_norm, METRIC: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    query = tl.program_id(0)
+    lanes = tl.arange(0, WIDTH)
+    q_ptr += query.to(tl.int64) * q_row
+    maxima_ptr += query.to(tl.int64) * blocks
+    limit, cut, usual = _limits(
+        q_ptr, maxima_ptr, largest_ptr, D, blocks, K, share, tiny, least_norm, METRIC, ROUNDED, WIDTH
+    )
+    tl.store(cut_ptr + query, cut)
     if not usual:
         tl.store(state_ptr + query, -1)
-    limit = tl.where(usual, limit, float("nan"))  # none is chosen
     counts = state_ptr + query + tl.zeros([WIDTH], tl.int32)
     for start in range(0, blocks, WIDTH):
         maxima = tl.load(maxima_ptr + start + lanes, mask=start + lanes < blocks, other=float("-inf"))
@@ -291,6 +307,43 @@ def _halved(sums, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _scored(q_ptr, x_ptr, rows, allowed, D, x_row, METRIC: tl.constexpr, LANES: tl.constexpr):
+    """Return the scores of rows (LANES,), the largest for the nearest: sums in float64, rounded once."""
+    width = tl.arange(0, _WIDTH)
+    sums = tl.zeros([LANES, _WIDTH], tl.float64)
+    of_q = tl.zeros([LANES, _WIDTH], tl.float64)
+    of_x = tl.zeros([LANES, _WIDTH], tl.float64)
+    for start in range(0, D, _WIDTH):
+        inside = (start + width < D)[None, :]
+        q = tl.load(q_ptr + (start + width)[None, :], mask=inside, other=0)
+        x_at = x_ptr + rows[:, None] * x_row + (start + width)[None, :]
+        x = tl.load(x_at, mask=allowed[:, None] & inside, other=0)
+        q, x = q.to(tl.float32).to(tl.float64), x.to(tl.float32).to(tl.float64)
+        if METRIC == "l2":
+            sums += (q - x) * (q - x)
+        else:
+            sums += q * x
+        if METRIC == "cosine":
+            of_q += q * q
+            of_x += x * x
+    total = _halved(sums, LANES)
+    if METRIC == "cosine":
+        total = total / tl.maximum(tl.sqrt(_halved(of_q, LANES) * _halved(of_x, LANES)), 1e-300)
+    score = total.to(tl.float32)
+    return tl.where(score == 0.0, 0.0, -score if METRIC == "l2" else score)  # no -0
+
+
+@triton.jit
+def _keep(keys_ptr, count_ptr, score, rows, near, KEYS):
+    """Append the keys of the rows that are near."""
+    found = tl.sum(near.to(tl.int32), 0)
+    if found > 0:
+        to = tl.atomic_add(count_ptr, found) + tl.cumsum(near.to(tl.int32), 0) - 1
+        key = (_ordered(score).to(tl.int64) << 32) | (0xFFFFFFFF - rows)
+        tl.store(keys_ptr + to, key, mask=near & (to < KEYS))
+
+
+@triton.jit
 def search_score(
     q_ptr, x_ptr, at_ptr, seen_ptr, state_ptr, cut_ptr, chosen_ptr, keys_ptr, Q, N, D, q_row, x_row, seen_row, CHOSEN,
     KEYS, METRIC: tl.constexpr, SETS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
@@ -299,7 +352,6 @@ def search_score(
     count = tl.minimum(tl.load(state_ptr + query), CHOSEN)
     cut = tl.load(cut_ptr + query)
     lanes = tl.arange(0, LANES)
-    width = tl.arange(0, _WIDTH)
     for item in range(tl.program_id(0) % PARTS, count, PARTS):
         block = tl.load(chosen_ptr + query * CHOSEN + item).to(tl.int64)
         place = block // SETS * (SETS * ROWS) + block % SETS + SETS * lanes
@@ -309,34 +361,41 @@ def search_score(
             rows = tl.load(at_ptr + rows)
         if seen_ptr is not None:
             allowed = allowed & (tl.load(seen_ptr + query * seen_row + rows).to(tl.int32) != 0)
-        sums = tl.zeros([LANES, _WIDTH], tl.float64)
-        of_q = tl.zeros([LANES, _WIDTH], tl.float64)
-        of_x = tl.zeros([LANES, _WIDTH], tl.float64)
-        for start in range(0, D, _WIDTH):
-            inside = (start + width < D)[None, :]
-            q = tl.load(q_ptr + query * q_row + (start + width)[None, :], mask=inside, other=0)
-            x_at = x_ptr + rows[:, None] * x_row + (start + width)[None, :]
-            x = tl.load(x_at, mask=allowed[:, None] & inside, other=0)
-            q, x = q.to(tl.float32).to(tl.float64), x.to(tl.float32).to(tl.float64)
-            if METRIC == "l2":
-                sums += (q - x) * (q - x)
-            else:
-                sums += q * x
-            if METRIC == "cosine":
-                of_q += q * q
-                of_x += x * x
-        total = _halved(sums, LANES)
-        if METRIC == "cosine":
-            total = total / tl.maximum(tl.sqrt(_halved(of_q, LANES) * _halved(of_x, LANES)), 1e-300)
-        score = total.to(tl.float32)
-        score = tl.where(score == 0.0, 0.0, -score if METRIC == "l2" else score)  # no -0
-        near = (allowed & (score >= cut)).to(tl.int32)
-        found = tl.sum(near, 0)
-        if found > 0:
-            first = tl.atomic_add(state_ptr + Q + query, found)
-            to = first + tl.cumsum(near, 0) - 1
-            key = (_ordered(score).to(tl.int64) << 32) | (0xFFFFFFFF - rows)
-            tl.store(keys_ptr + query * KEYS + to, key, mask=(near > 0) & (to < KEYS))
+        score = _scored(q_ptr + query * q_row, x_ptr, rows, allowed, D, x_row, METRIC, LANES)
+        _keep(keys_ptr + query * KEYS, state_ptr + Q + query, score, rows, allowed & (score >= cut), KEYS)
+
+
+@triton.jit
+def _rank(
+    keys_ptr, count_ptr, scores_ptr, ids_ptr, counts_ptr, part, KEYS, K, first,
+    METRIC: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the answers that are among a part of a query's keys."""
+    count = tl.minimum(tl.load(count_ptr) & 0x3FFFFFFF, KEYS)
+    lanes = tl.arange(0, WIDTH)
+    place = part * WIDTH + lanes
+    tl.store(counts_ptr + lanes, tl.minimum(count, K).to(tl.int64) + tl.zeros([WIDTH], tl.int64), mask=place == 0)
+    inside = place < count
+    worst = float("inf") if METRIC == "l2" else float("-inf")
+    absent = (place >= count) & (place < K)
+    tl.store(scores_ptr + place, tl.zeros([WIDTH], tl.float32) + worst, mask=absent)
+    tl.store(ids_ptr + place, tl.full([WIDTH], -1, tl.int64), mask=absent)
+    own = tl.load(keys_ptr + place, mask=inside, other=_NONE)
+    rank = tl.zeros([WIDTH], tl.int32)
+    tied = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, count, WIDTH):
+        keys = tl.load(keys_ptr + start + lanes, mask=start + lanes < count, other=_NONE)
+        rank += tl.sum((keys[None, :] > own[:, None]).to(tl.int32), 1)
+        equal = (keys[None, :] < own[:, None]) & ((keys >> 32)[None, :] == (own >> 32)[:, None])
+        tied += tl.sum(equal.to(tl.int32), 1)
+    score = _of_order((own >> 32).to(tl.int32))
+    score = -score if METRIC == "l2" else score
+    kept = inside & (rank < K)
+    tl.store(scores_ptr + rank, tl.where(score == 0.0, 0.0, score), mask=kept)
+    tl.store(ids_ptr + rank, 0xFFFFFFFF - (own & 0xFFFFFFFF) + first, mask=kept)
+    last = tl.sum((inside & (rank == K - 1) & (tied > 0)).to(tl.int32), 0)
+    if last > 0:
+        tl.atomic_or(count_ptr, 1 << 30)
 
 
 @triton.jit
@@ -346,30 +405,41 @@ def search_best(
 ):  # fmt: skip
     parts = tl.cdiv(tl.maximum(KEYS, K), WIDTH)
     query = (tl.program_id(0) // parts).to(tl.int64)
-    count = tl.minimum(tl.load(state_ptr + Q + query) & 0x3FFFFFFF, KEYS)
-    lanes = tl.arange(0, WIDTH)
-    place = tl.program_id(0) % parts * WIDTH + lanes
-    tl.store(
-        counts_ptr + query + lanes, tl.minimum(count, K).to(tl.int64) + tl.zeros([WIDTH], tl.int64), mask=place == 0
+    answers = scores_ptr + query * K, ids_ptr + query * K, counts_ptr + query
+    _rank(
+        keys_ptr + query * KEYS, state_ptr + Q + query, answers[0], answers[1], answers[2], tl.program_id(0) % parts,
+        KEYS, K, first, METRIC, WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def search_finish(
+    q_ptr, x_ptr, at_ptr, seen_ptr, maxima_ptr, state_ptr, largest_ptr, keys_ptr, scores_ptr, ids_ptr, counts_ptr, N, D,
+    x_row, blocks, KEYS, K, first, share, tiny, least_norm,
+    METRIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    limit, cut, usual = _limits(
+        q_ptr, maxima_ptr, largest_ptr, D, blocks, K, share, tiny, least_norm, METRIC, False, WIDTH
     )
-    inside = place < count
-    worst = float("inf") if METRIC == "l2" else float("-inf")
-    absent = (place >= count) & (place < K)
-    tl.store(scores_ptr + query * K + place, tl.zeros([WIDTH], tl.float32) + worst, mask=absent)
-    tl.store(ids_ptr + query * K + place, tl.full([WIDTH], -1, tl.int64), mask=absent)
-    own = tl.load(keys_ptr + query * KEYS + place, mask=inside, other=_NONE)
-    rank = tl.zeros([WIDTH], tl.int32)
-    tied = tl.zeros([WIDTH], tl.int32)
-    for start in range(0, count, WIDTH):
-        keys = tl.load(keys_ptr + query * KEYS + start + lanes, mask=start + lanes < count, other=_NONE)
-        rank += tl.sum((keys[None, :] > own[:, None]).to(tl.int32), 1)
-        equal = (keys[None, :] < own[:, None]) & ((keys >> 32)[None, :] == (own >> 32)[:, None])
-        tied += tl.sum(equal.to(tl.int32), 1)
-    score = _of_order((own >> 32).to(tl.int32))
-    score = -score if METRIC == "l2" else score
-    kept = inside & (rank < K)
-    tl.store(scores_ptr + query * K + rank, tl.where(score == 0.0, 0.0, score), mask=kept)
-    tl.store(ids_ptr + query * K + rank, 0xFFFFFFFF - (own & 0xFFFFFFFF) + first, mask=kept)
-    last = tl.sum((inside & (rank == K - 1) & (tied > 0)).to(tl.int32), 0)
-    if last > 0:
-        tl.atomic_or(state_ptr + Q + query, 1 << 30)
+    if not usual:
+        tl.store(state_ptr, -1)
+    lanes = tl.arange(0, CHUNK)
+    for start in range(tl.program_id(0) * CHUNK, blocks, PARTS * CHUNK):
+        maxima = tl.load(maxima_ptr + start + lanes, mask=start + lanes < blocks, other=float("-inf"))
+        near = maxima >= limit
+        for _ in range(tl.sum(near.to(tl.int32), 0)):
+            item = tl.max(tl.where(near, lanes, -1), 0)
+            near = near & (lanes != item)
+            place = (start + item).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            allowed = place < N
+            rows = tl.minimum(place, N - 1)
+            if at_ptr is not None:
+                rows = tl.load(at_ptr + rows)
+            if seen_ptr is not None:
+                allowed = allowed & (tl.load(seen_ptr + rows).to(tl.int32) != 0)
+            score = _scored(q_ptr, x_ptr, rows, allowed, D, x_row, METRIC, ROWS)
+            _keep(keys_ptr, state_ptr + 1, score, rows, allowed & (score >= cut), KEYS)
+    tl.debug_barrier()  # all keys of this program are written before it counts as done
+    if tl.atomic_add(state_ptr + 4, 1) == PARTS - 1:
+        for part in range(tl.cdiv(tl.maximum(KEYS, K), 64)):
+            _rank(keys_ptr, state_ptr + 1, scores_ptr, ids_ptr, counts_ptr, part, KEYS, K, first, METRIC, 64)
