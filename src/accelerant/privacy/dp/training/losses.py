@@ -214,7 +214,7 @@ class _Number(_Slot):
 
     @property
     def kept(self) -> float:
-        """What the host read, in the place that it was given for."""
+        """The number as the host read it, in the place that it was given for."""
         return self.kind(1.0 / self.value if self.inverse else self.value)
 
     def now(self, tensor: Tensor) -> float:
