@@ -347,7 +347,7 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
         found = largest if bound is None else bound
         if one and capacity <= _ALONE:
             chunk = min(max(next_power_of_2(ceil_div(blocks, _PARTS)), 16), 256)
-            parts = min(ceil_div(blocks, chunk), _PARTS)
+            parts = min(next_power_of_2(ceil_div(blocks, chunk)), _PARTS)  # each number compiles a kernel
             KERNELS["finish"].launch(
                 (parts,), (q, x, at, seen, maxima, state, found, keys, *answers[1:4], N, D, x.stride(0), blocks, room,
                 k, first, *bounds), {"METRIC": metric, "ROWS": height, "WIDTH": _FEW[0], "CHUNK": chunk,
