@@ -89,7 +89,10 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Move what `sample(n)` leaves out to the tier below, and deselect cases that need a GPU where there is none."""
+    """Move what `sample(n)` leaves out to the tier below, and deselect cases that need a GPU where there is none.
+
+    What `sample(n, 1)` leaves out repeats its neighbours here, and still runs with other versions of dependencies.
+    """
     seen = Counter()
     for item in items:
         if item.get_closest_marker("soak"):
@@ -103,6 +106,8 @@ def pytest_collection_modifyitems(config, items):
             seen[item.function, tier] += 1
             if case % every:
                 item.add_marker(tier)
+                if left_out == 1:
+                    item.add_marker("versions")
                 if (case - case // every - 1) % left_out:
                     item.add_marker("slow")
                     item.add_marker("soak")
