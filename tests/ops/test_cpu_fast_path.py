@@ -493,7 +493,6 @@ def test_a_case_is_made_of_what_it_was():
 
 
 # --- torch's own autograd ---------------------------------------------------------------------------------------------
-
 # Ops that record a gradient of their own; "of" stands before shapes that they come to by a view.
 RECORDED = [name for name in CALLS if not name.startswith(("matmul", "attention")) and " of " not in name]
 

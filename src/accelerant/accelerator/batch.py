@@ -100,8 +100,6 @@ def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *,
 
 
 # --- several devices -------------------------------------------------------------------------------------------------
-
-
 def work_s(name: str, tensors: Tensors, options: Mapping[str, Any]) -> float:
     """Return the seconds that a call's work takes on one GPU, roughly."""
     spec = METHODS[name]

@@ -400,7 +400,6 @@ class Accelerator(methods.Operations):
         return results
 
     # --- many calls ----------------------------------------------------------------------------------------------
-
     def batch(self) -> Batch:
         """Return a block whose calls are merged into as few launches as possible; see accelerant.accelerator.batch.
 
@@ -494,7 +493,6 @@ class Accelerator(methods.Operations):
         return results
 
     # --- one call ------------------------------------------------------------------------------------------------
-
     def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Move the arrays to the device, run, and return the result in kind."""
         self._check_open()

@@ -246,8 +246,6 @@ def _msm_example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, An
 
 
 # --- the public ops --------------------------------------------------------------------------------------------------
-
-
 def _op(
     name: str, flops: int | Callable[..., int],
     arguments: Callable[[int], tuple[tuple[int, ...] | Fractions | Indices | Stated, ...]],

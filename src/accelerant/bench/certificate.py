@@ -235,7 +235,6 @@ def _first_line(error: BaseException) -> str:
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
-
 _SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint32": "u32"}
 _MARKS: dict[Verdict, str] = {"exact": "good", "within": "good", "wrong": "bad", "not served": "none"}
 
@@ -294,8 +293,6 @@ def _cells(row: CertificateRow) -> list[tuple[str, str]]:
 
 
 # --- what is checked: each op's cases on one device against its reference, forward and backward -----------------------
-
-
 EXACT = Tolerance(0.0, 0.0)
 
 
@@ -361,8 +358,6 @@ def compare(found: Found, tolerance: Tolerance) -> tuple[float, float]:
 
 
 # --- tensor ops ------------------------------------------------------------------------------------------------------
-
-
 def _tensor_checks(quick: bool) -> Iterator[CertificateCheck]:
     """Yield a check for each op and dtype; a quick one has the sample with the most elements."""
     from accelerant.ops.multi_tensor import cases as optimizer
@@ -457,7 +452,6 @@ def _present(x: Tensor | None) -> Tensor:
 
 
 # --- integer ops -----------------------------------------------------------------------------------------------------
-
 _ONE_OF_EACH = {"babybear", "goldilocks", "bn254_fr", "bn254_g1"}
 """Fields and curves of a quick certificate: elements of 32 bits, of 64, and of several words."""
 

@@ -122,8 +122,6 @@ def first_rows(inputs: Sequence[Tensor | None], rows: int, shared: Sequence[int]
 
 
 # --- calls and their work --------------------------------------------------------------------------------------------
-
-
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
     """Return an op's results as a tuple."""
     return results if isinstance(results, tuple) else (results,)
@@ -192,7 +190,6 @@ def work_of(case: OpCase) -> list[CaseWork]:
 
 
 # --- the check of results --------------------------------------------------------------------------------------------
-
 ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Allowed error by dtype; float32 products may be TF32's."""
 
@@ -363,7 +360,6 @@ def _cut_to(name: str, inputs: Inputs, share: float) -> Inputs:
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
-
 Maker = Callable[[], Callable[..., Any]]
 """Returns a peer's function; raises UnsupportedCase where its library is absent."""
 
@@ -600,7 +596,6 @@ def _reshaped(
 
 
 # --- requested sizes -------------------------------------------------------------------------------------------------
-
 _NUMBER = r"(2\^\d{1,2}|\d{1,12})"
 _MOST_SIZES = 256
 

@@ -531,8 +531,6 @@ def failure_note(error: BaseException, most: int = 160, kind: str = "") -> str:
 
 
 # --- the journal of a run ---------------------------------------------------------------------------------------------
-
-
 _FORMAT = 1
 SAME = ("device", "accelerant", "commit", "packages", "driver")
 """Fields of the environment that a resumed run must share with the one that it continues."""

@@ -419,8 +419,6 @@ def _costs(row: Row) -> tuple[float, float, float]:
 
 
 # --- floors -----------------------------------------------------------------------------------------------------------
-
-
 _DIRECTIONS = ("forward", "backward", "both")
 _FIELDS = {"times", "peer", "ms"}
 

@@ -229,8 +229,6 @@ watch(lambda op: OPS.update({op.name: subject_of(op.name)}))
 
 
 # --- as a user without fused kernels writes them ----------------------------------------------------------------------
-
-
 Composition = Callable[..., Any]
 
 _LAST = {"axis": -1, "keepdims": True}
@@ -324,8 +322,6 @@ def _present(arguments: Sequence[Any]) -> list[Any]:
 
 
 # --- the three forms -------------------------------------------------------------------------------------------------
-
-
 def unfused(op: str) -> Callable[..., Any]:
     """Return an op as torch's arithmetic, one kernel an operation; 16-bit arguments are widened to float32."""
 

@@ -34,8 +34,6 @@ _CEILINGS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
 
 
 # --- the protocol ----------------------------------------------------------------------------------------------------
-
-
 def option(
     default: Any, help: str, *, metavar: str | None = None, min: float | None = None, max: float | None = None,
     same: bool = False,
@@ -133,8 +131,6 @@ def dtypes_named(names: Iterable[str], flag: str = "--dtype") -> dict[str, torch
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
-
 class Clock:
     """Seconds by activity; a nested activity counts as itself only."""
 

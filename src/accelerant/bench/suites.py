@@ -278,8 +278,6 @@ def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
 
 
 # --- copies by size ---------------------------------------------------------------------------------------------------
-
-
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _PERIOD = 251  # period of the bytes that are sent; a prime, so that misplaced bytes show
 _BUFFERS = 6  # buffers of one size that exist at the same time, at most

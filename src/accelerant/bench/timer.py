@@ -273,8 +273,6 @@ def covers(host_s: float, flush_s: float) -> int:
 
 
 # --- the device's own limits, and the same cases on the CPU -----------------------------------------------------------
-
-
 def measure_matmul(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
     """Return "copy GB/s" as measure_copy, and "matmul TFLOP/s" of a product in bfloat16, on a CPU in float32."""
     ceilings = measure_copy(device, budget_s=budget_s)

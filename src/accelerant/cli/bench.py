@@ -89,8 +89,6 @@ def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
 
 
 # --- a suite's options -----------------------------------------------------------------------------------------------
-
-
 def _suite_app(kind: type[Suite], program: str, op: str = "") -> typer.Typer:
     """Return the application of a suite's command; `op` names the only op that it measures."""
     app = Application()
@@ -131,8 +129,6 @@ def _value(value: Any) -> Any:
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions:
     """The options that all suites share."""
@@ -273,8 +269,6 @@ def _save(
 
 
 # --- bench all, bench compare ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _AllCommand(_RunOptions):
     """Run every suite. One that fails, or Ctrl-C, leaves what was measured."""
@@ -406,8 +400,6 @@ bench = Group(
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
-
-
 def check_writable(name: str, path: Path) -> None:
     """Raise ConfigError for a path, given by the option `name`, that could not be written after the run."""
     if path.is_dir():

@@ -81,8 +81,6 @@ def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
 
 
 # --- top --------------------------------------------------------------------------------------------------------------
-
-
 @examples("accelerant top\naccelerant top --interval 0.5\naccelerant top --json")
 def top(
     interval: float = option("Seconds between two readings, 0.1 to 3600.", default=1.0),

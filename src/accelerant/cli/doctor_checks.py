@@ -119,8 +119,6 @@ def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 
 # --- what is installed -----------------------------------------------------------------------------------------------
-
-
 def _installation() -> Iterator[Check]:
     yield Check("accelerant", "ok", f"{__version__} in {_PACKAGE}")
     advice = "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
@@ -207,8 +205,6 @@ def _backends() -> Iterator[Check]:
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------
-
-
 def _llvm() -> Iterator[Check]:
     import llvmlite
     from llvmlite import binding
@@ -290,8 +286,6 @@ def _c_compiler() -> Iterator[Check]:
 
 
 # --- cache and extras ------------------------------------------------------------------------------------------------
-
-
 def _temporary_folder() -> Iterator[Check]:
     try:
         yield Check("temporary folder", "ok", tempfile.gettempdir())
@@ -370,7 +364,6 @@ def _declared_extras() -> dict[str, list[str]]:
 
 
 # --- the proof that a device computes --------------------------------------------------------------------------------
-
 _TIMED_LAUNCHES = 10
 _BUSY_S = 2.5
 _MANY, _FEW = 1 << 25, 1 << 20

@@ -66,8 +66,6 @@ def _print(text: str) -> None:
 
 
 # --- accelerant generate ---------------------------------------------------------------------------------------------
-
-
 _EXAMPLES = """\
 accelerant generate ./llama "Once upon a time"
 accelerant generate ./llama "What is a prime number?" --chat --int8 --seed 1
@@ -195,8 +193,6 @@ def answer_events(
 
 
 # --- accelerant sample -----------------------------------------------------------------------------------------------
-
-
 _SAMPLE_EXAMPLES = """\
 accelerant sample runs/tiny --prompt "def "
 accelerant sample ./gpt2 --prompt "Once upon a time" --tokens 100 --seed 1

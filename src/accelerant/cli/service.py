@@ -115,8 +115,6 @@ def _named_folders(given: list[str]) -> dict[str, Path]:
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
-
-
 def create(
     name: Annotated[str, typer.Option(help="For people, such as the key's user.")],
     scope: Annotated[list[str], typer.Option(help="What it allows; may be repeated. admin allows everything.")],
@@ -171,8 +169,6 @@ def _store(config: Path | None) -> KeyStore:
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
-
-
 def list_jobs(
     state: str | None = option(f"Only those of a state: {', '.join(_STATES)}."),
     max_rows: int = option("Jobs at most.", min=1, max=1000, default=50),

@@ -31,8 +31,6 @@ _SIMILAR = dict(zip("█·°…→•━╸╺─│╭╮╰╯\u00d7\u2013\u20
 
 
 # --- the standard streams --------------------------------------------------------------------------------------------
-
-
 def prepare_streams() -> None:
     """Let standard output and error accept every character; streams that were closed at the start become empty ones."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -114,8 +112,6 @@ def span_text(seconds: float) -> str:
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def print_table(
     titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, right: Collection[str] = (), prose: bool = False
 ) -> None:

@@ -460,8 +460,6 @@ train = TrainCommand
 
 
 # --- processes: started with torch's elastic launcher, or joined where torchrun started them --------------------------
-
-
 _MEETING_S = 300.0  # for the processes of all machines to begin
 _ENDING_S = "60"  # for a step and its checkpoint after Ctrl-C, before the launcher kills the processes
 _LOST = 75  # status of a process whose device is lost: another process may do better (EX_TEMPFAIL of sysexits.h)

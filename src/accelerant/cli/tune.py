@@ -273,8 +273,6 @@ def _output_to_errors(active: bool) -> Iterator[None]:
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
 def _kernels(
     recorded: Any, trace: Path | None, ops: Sequence[Mapping[str, Any]], limits: Mapping[str, float]
 ) -> list[ProfileRow]:
@@ -355,7 +353,6 @@ def _ceilings(device: torch.device) -> dict[str, float]:
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
-
 _TITLES = ("calls", "total ms", "%", "registers", "shared", "occupancy", "GB/s", "GFLOP/s", "of limit")
 
 

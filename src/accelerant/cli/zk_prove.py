@@ -166,8 +166,6 @@ class StageDisplay:
 
 
 # --- many witnesses ---------------------------------------------------------------------------------------------------
-
-
 _LARGEST = 1 << 27
 _SUFFIXES = (".proof.json", ".public.json")
 

@@ -85,8 +85,6 @@ def join_sequence(
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
 class _Ring:
     """The processes of a group, each of which sends to the next rank and receives from the previous one."""
 
@@ -233,8 +231,6 @@ def context_parallel_attention(
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
 class _Total(torch.autograd.Function):
     """The sum over processes, whose gradient is N times this process's: gradients are averaged afterwards."""
 

@@ -39,7 +39,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.processes import PeerSum
 
 # --- fully sharded models --------------------------------------------------------------------------------------------
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -122,8 +121,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 # --- exchanges -------------------------------------------------------------------------------------------------------
-
-
 def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return x, before layers that are split; the gradients of the parts add up."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
@@ -184,8 +181,6 @@ def _summed(x: Tensor, weight: Tensor, residual: Tensor, sums: PeerSum) -> Tenso
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
-
-
 class _Split:
     """The part of a layer's weight that this process holds, as a plain tensor; the parameter is a DTensor."""
 
@@ -309,8 +304,6 @@ class _TensorParallelLlama(Llama):
 
 
 # --- splitting and joining -------------------------------------------------------------------------------------------
-
-
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
     """Split a Llama's layers over processes that compute the same tokens together.
 

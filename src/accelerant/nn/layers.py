@@ -251,8 +251,6 @@ def rms_eps(norm: nn.RMSNorm, x: Tensor) -> float:
 
 
 # --- images (B, C, H, W), or a single one (C, H, W) ------------------------------------------------------------------
-
-
 class Conv2d(nn.Conv2d):
     """A convolution, as torch.nn.Conv2d; see accelerant.ops.conv2d."""
 
@@ -336,7 +334,6 @@ def _check_window(kernel_size: Pair, stride: Pair | None, padding: Pair, dilatio
 
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------
-
 _CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "tanh", "RNN_RELU": "relu"}
 
 
@@ -447,8 +444,6 @@ class RNN(RecurrentLayer, nn.RNN):
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
 def joined_masks(mask: Tensor | None, padding: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
     """Return torch's two masks, whose True hides, as one for our op, whose True shows."""
     parts = []
@@ -590,8 +585,6 @@ def float8_of(weight: Tensor) -> Float8Weight | None:
 
 
 # --- fp8 -------------------------------------------------------------------------------------------------------------
-
-
 def require_float8(device: torch.device) -> None:
     """Raise ConfigError unless a device multiplies 8-bit floating-point numbers."""
     if (reason := refuses_device(device)) is not None:

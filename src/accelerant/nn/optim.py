@@ -153,7 +153,6 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return loss
 
     # --- hooks for subclasses ---
-
     def _check_group(self, group: dict[str, Any]) -> None:
         if group["differentiable"]:
             raise ConfigError(f"differentiable=True is not supported: use torch.optim.{type(self).__name__}")
@@ -180,7 +179,6 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return []
 
     # --- a step ---
-
     def _reset(self) -> None:
         """Drop what was derived from groups and state; pointer tables stay valid, since addresses key them."""
         self._by_device: dict[torch.device, _DeviceParameters] = {}
@@ -451,7 +449,6 @@ class SGD(MultiTensorOptimizer):
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------
-
 _clipping: dict[torch.device, Workspace] = {}
 
 
@@ -556,8 +553,6 @@ def __getattr__(name: str) -> Any:
 
 
 # --- validation ------------------------------------------------------------------------------------------------------
-
-
 def _check_non_negative(name: str, value: Any) -> None:
     """Raise unless a value is a number of at least 0, or an lr tensor of one element."""
     if isinstance(value, Tensor) and name == "lr":

@@ -37,7 +37,6 @@ recorders: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], 
 """The last of these is passed each call of a public function: a recorder of torch's functions sees no kernels."""
 
 # --- CPU fast path ---------------------------------------------------------------------------------------------------
-
 _CALLS_LIMIT = 4096
 _KINDS_LIMIT = 8  # shapes of the first tensor that a fast path remembers, and kinds of call of each
 _SIZES = (int, tuple, list)  # types of the second argument that may be torch's normalized_shape
@@ -375,7 +374,6 @@ def _is_contiguous(x: Tensor) -> bool:
 
 
 # --- differentiable ops ----------------------------------------------------------------------------------------------
-
 _ARGUMENT = re.compile(r"(?P<type>[\w?\[\]]+) (?P<name>\w+)")
 
 
@@ -539,7 +537,6 @@ class DifferentiableOp:
         return results[0] if self.public == 1 and isinstance(results, tuple) else self._cut(results)
 
     # --- autograd ----------------------------------------------------------------------------------------------------
-
     def autograd_function(
         self, shown: int, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
@@ -673,7 +670,6 @@ class DifferentiableOp:
         return [next(found) if need else None for need in needs]
 
     # --- registration ------------------------------------------------------------------------------------------------
-
     def _cut(self, results: Any) -> Any:
         if not isinstance(results, (tuple, list)):
             return results

@@ -85,8 +85,6 @@ def _l2_bytes(device: torch.device) -> float:
 
 
 # --- repeated launches -----------------------------------------------------------------------------------------------
-
-
 class Repeats:
     """The launches of calls that differ from an earlier one in their pointers alone, by all else that they depend on.
 
@@ -237,8 +235,6 @@ def row_constants(plan: RowTile, N: int) -> dict[str, int | bool]:
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """Elements and warps per program."""

@@ -149,7 +149,6 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 # --- checks of arguments, and cases that a kernel does not serve -----------------------------------------------------
-
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that the ops take; kernels compute in float32, and torch's functions serve float64."""
 
@@ -238,7 +237,6 @@ def refuses_triton_kernel(case: Case) -> str | None:
 
 
 # --- torch's names of arguments ---------------------------------------------------------------------------------------
-
 _X = {"input": "x"}
 _QUERY = {"query": "q", "is_causal": "causal"}
 _IN_PLACE: dict[str, object] = {"inplace": False}

@@ -98,8 +98,6 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------
-
-
 def serve() -> None:
     """Answer requests of standard input, until it ends."""
     import jinja2

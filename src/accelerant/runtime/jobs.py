@@ -108,8 +108,6 @@ class _Share(NamedTuple):
 
 
 # --- the worker's side -----------------------------------------------------------------------------------------------
-
-
 class _Reply(NamedTuple):
     """The answer to an item, by its index, or to the start; `data` is a pickled value, or exception."""
 
@@ -234,8 +232,6 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------
-
-
 class _Schedule:
     """The items that wait, and those that each worker has."""
 
@@ -362,8 +358,6 @@ class _LocalPool:
 
 
 # --- Ray -------------------------------------------------------------------------------------------------------------
-
-
 class _RayPool:
     """Actors on the nodes of a Ray cluster."""
 

@@ -209,8 +209,6 @@ def _shortened(text: str) -> str:
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
-
-
 _BEAT_S: Final = 0.5
 _SAMPLE_S: Final = 5.0  # without a beat, where a collective has failed
 _ENDED: Final = 1 << 40
@@ -440,7 +438,6 @@ class PeerSums:
 
 
 # --- small arrays ----------------------------------------------------------------------------------------------------
-
 _ROOM = 1 << 14  # words of 4 bytes of the longest array; NCCL is faster for longer ones
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of arrays whose sums are those of float32
 _WARPS = 4

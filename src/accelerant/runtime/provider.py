@@ -288,7 +288,6 @@ class ComputeProvider(ABC):
         return True
 
     # --- from start to shutdown --------------------------------------------------------------------------------------
-
     @property
     def running(self) -> bool:
         """Whether the provider may be used: from its construction or start() to shutdown()."""
@@ -339,7 +338,6 @@ class ComputeProvider(ABC):
         raise BackendUnavailable(self.name, "its provider was shut down; provider.start() starts it again")
 
     # --- devices and memory ------------------------------------------------------------------------------------------
-
     @abstractmethod
     def devices(self) -> list[ComputeDevice]:
         """Return the devices, by index."""
@@ -634,7 +632,6 @@ def self_test_source() -> KernelSource:
 
 
 # --- launches: the log, and counts ----------------------------------------------------------------------------------
-
 _launch_logger = logging.getLogger("accelerant.launch")
 
 
@@ -684,7 +681,6 @@ def noted() -> None:
 
 
 # --- checks shared by the providers ----------------------------------------------------------------------------------
-
 SCALAR_CTYPES: dict[str, Any] = {
     "i8": ctypes.c_int8, "u8": ctypes.c_uint8, "i16": ctypes.c_int16, "u16": ctypes.c_uint16, "bool": ctypes.c_bool,
     "i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "f32": ctypes.c_float,

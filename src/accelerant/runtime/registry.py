@@ -74,8 +74,6 @@ def _provider_class(name: str) -> type[ComputeProvider]:
 
 
 # --- backends of other packages --------------------------------------------------------------------------------------
-
-
 def register(provider: _ProviderT) -> _ProviderT:
     """Add a backend under its provider's `name`, in place of an earlier one, and return the provider.
 

@@ -45,7 +45,6 @@ from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import RequestRecord, Telemetry, log_to
 
 # --- routes ----------------------------------------------------------------------------------------------------------
-
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in (
@@ -199,8 +198,6 @@ async def cancel_job(id: str, request: Request) -> dict[str, Any]:
 
 
 # --- the application -------------------------------------------------------------------------------------------------
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     """Answer an error of FastAPI; the guard answers others."""
     refused = refusal_of(error)
@@ -293,8 +290,6 @@ def _describe_errors(app: FastAPI) -> None:
 
 
 # --- uvicorn with the application and its limits ----------------------------------------------------------------------
-
-
 _LOG = logging.getLogger("accelerant.service")
 _FILES = 512  # files beside connections: of jobs, the store and the workers
 _FETCH_S = 3.0

@@ -55,8 +55,6 @@ def datatype_of(value: Value) -> str:
 
 
 # --- KServe v2 -------------------------------------------------------------------------------------------------------
-
-
 def read_kserve(
     body: bytes, json_bytes: int | None, key: str, *, most_json: int = 1 << 62
 ) -> tuple[dict[str, Any], Values]:
@@ -233,8 +231,6 @@ def _listed(name: str, value: Value) -> list[Any]:
 
 
 # --- other formats ---------------------------------------------------------------------------------------------------
-
-
 def read_tensors(format: str, body: bytes, names: Collection[str], *, most_json: int = 1 << 62) -> Values:
     """Return a body's arrays by name, of .npy in the order of `names`; headers have `most_json` bytes at most."""
     if format == NPY:
@@ -304,8 +300,6 @@ def _read_npy(body: bytes, names: Collection[str]) -> Values:
 
 
 # --- Arrow IPC: one record batch, a column for each tensor; an axis of fixed-size lists is a second dimension -------
-
-
 def _arrow() -> Any:
     try:
         import pyarrow

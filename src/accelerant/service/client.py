@@ -137,7 +137,6 @@ class _ClientMethods:
         return f"{type(self).__name__}({self.url!r})"
 
     # --- fields, transforms, curves; arguments and results as those of accelerant.Accelerator -------------------------
-
     @_ClientMethod
     def field_add(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
         """Add field elements: canonical words, or Python integers."""
@@ -179,7 +178,6 @@ class _ClientMethods:
         return (yield from self._array("sum", "msm", inputs, {"curve": curve, "check": check}))
 
     # --- proofs ------------------------------------------------------------------------------------------------------
-
     @_ClientMethod
     def prove(self, zkey: _File, witness: _File) -> Steps[Proof]:
         """Prove with a .zkey and a .wtns, paths or bytes; see accelerant.zk.groth16.prove."""
@@ -209,7 +207,6 @@ class _ClientMethods:
         return y, proof, commitment
 
     # --- neural operations, as accelerant.ops has them; arrays of float16, float32 or float64 ------------------------
-
     @_ClientMethod
     @understood_arguments(input="x")
     def gelu(self, x: Any, *, approximate: str = "none") -> Steps[Array]:
@@ -262,7 +259,6 @@ class _ClientMethods:
         return matches | {"scores": found["scores"]}
 
     # --- privacy -----------------------------------------------------------------------------------------------------
-
     @_ClientMethod
     @understood_arguments(sigma="noise_multiplier", q="sample_rate")
     def privacy_epsilon(
@@ -292,7 +288,6 @@ class _ClientMethods:
         return EncryptedTensor.from_bytes((yield from self._infer("paillier_add", inputs, {}))["ciphertext"], a.public)
 
     # --- any operation -----------------------------------------------------------------------------------------------
-
     @_ClientMethod
     def call(self, operation: str, inputs: Mapping[str, Any], /, **parameters: Any) -> Steps[Outputs]:
         """Run an operation of `operations` and return its outputs; inputs are arrays, and bytes for a text or a file.
@@ -330,7 +325,6 @@ class _ClientMethods:
         return found
 
     # --- jobs --------------------------------------------------------------------------------------------------------
-
     @_ClientMethod
     def submit(self, operation: str, inputs: Mapping[str, Any], /, **parameters: Any) -> Steps[Job]:
         """Start an operation as a job, which outlives this client."""
@@ -360,7 +354,6 @@ class _ClientMethods:
         return (yield from self._wait(id, self._until()))
 
     # --- steps -------------------------------------------------------------------------------------------------------
-
     def _next(self, steps: Steps[_T], found: Any) -> httpx.Request | float | _Result[_T]:
         """Return the step after a response or an error of the one before; the result after the last."""
         if self._process != os.getpid():  # in which another process would read this one's answers
@@ -528,8 +521,6 @@ class AsyncClient(_ClientMethods):
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
 def _numpy(x: Any) -> Array:
     """Return an array of any library, or numbers, as NumPy's."""
     refuse_masked(x, "the array")

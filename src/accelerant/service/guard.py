@@ -346,8 +346,6 @@ def _require_at_most(most: int, size: int) -> None:
 
 
 # --- connections -----------------------------------------------------------------------------------------------------
-
-
 class Connections:
     """The open connections of a server, at most `most`, and `most_of_one` of the strangers of one address.
 

@@ -157,7 +157,6 @@ def warm(device: str) -> None:
 
 
 # --- fields, transforms, curves --------------------------------------------------------------------------------------
-
 _FIELD_NAME = Field(pattern=f"^({'|'.join(FIELDS)})$")
 _CURVE_NAME = Field(pattern=f"^({'|'.join(CURVES)})$")
 
@@ -281,8 +280,6 @@ def msm(inputs: Arrays, parameters: SumParameters, context: Context) -> Results:
 
 
 # --- proofs ----------------------------------------------------------------------------------------------------------
-
-
 class NoParameters(Parameters):
     """None."""
 
@@ -384,7 +381,6 @@ def prove_inference(inputs: Arrays, parameters: NoParameters, context: Context) 
 
 
 # --- neural operations -----------------------------------------------------------------------------------------------
-
 _FLOATS = ("FP32", "FP16", "FP64")
 _CPU_FLOPS_S = 2e10
 _CPU_ELEMENTS_S = 1e8
@@ -483,7 +479,6 @@ _neural(
 
 
 # --- private computing -----------------------------------------------------------------------------------------------
-
 _NUMBERS = ("FP64", "FP32", "FP16", "INT64", "INT32", "INT16", "INT8", "UINT8")
 
 
@@ -555,8 +550,6 @@ def privacy_epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Cont
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
 class GenerateParameters(Parameters):
     """The model, by its name in the service's settings, and how tokens are drawn."""
 
@@ -701,8 +694,6 @@ def _trained(inputs: Arrays, parameters: TrainParameters, context: Context) -> R
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
-
-
 class SearchParameters(Parameters):
     """The collection, by its name in the service's settings; a filter of Qdrant's filter language, as JSON."""
 
@@ -838,7 +829,6 @@ def _shaped(op: PublicOp, given: Arrays, options: Mapping[str, Any]) -> tuple[An
 
 
 # --- operations of other packages -------------------------------------------------------------------------------------
-
 _ENTRY_POINTS = "accelerant.operations"
 
 

@@ -133,7 +133,6 @@ class Telemetry(Collector):
         self._history.setdefault(item.device, deque(maxlen=_HISTORY)).append(item)
 
     # --- metrics -----------------------------------------------------------------------------------------------------
-
     def observe(self, record: RequestRecord) -> None:
         """Count an answered request of an operation."""
         if record.operation:
@@ -185,7 +184,6 @@ class Telemetry(Collector):
         return [{**item.to_dict(), "lost": item.device in lost} for item in latest]
 
     # --- the dashboard -----------------------------------------------------------------------------------------------
-
     async def events(self, key_id: str | None = None) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Yield names and data: "start" once, "state" each second, "job" (of the key) and "ledger" when they change."""
         jobs = await self._jobs.list(key_id, limit=50)
@@ -270,8 +268,6 @@ def lost_devices() -> set[str]:
 
 
 # --- logs and spans --------------------------------------------------------------------------------------------------
-
-
 class _Formatter(logging.Formatter):
     """One line a record: JSON, or text."""
 

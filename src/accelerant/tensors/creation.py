@@ -172,8 +172,6 @@ def _stack(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 # --- random values ---------------------------------------------------------------------------------------------------
-
-
 def _seed(generator: Any) -> tuple[int, int]:
     """Return two halves of a seed, drawn from torch's generator of the host."""
     low, high = torch.randint(0, 2**31, (2,), generator=generator).tolist()
@@ -352,8 +350,6 @@ def _index_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *
 
 
 # --- gradients of views ----------------------------------------------------------------------------------------------
-
-
 def _view_backward(view: str) -> Callable[..., Any]:
     """Return the gradient of a view: zeros, with the gradient of the view written to it."""
 
@@ -370,8 +366,6 @@ for _view in ("select", "slice", "diagonal"):
 
 
 # --- x[i, j] ---------------------------------------------------------------------------------------------------------
-
-
 def _linear(place: TensorDevice, x: DeviceTensor, indices: Sequence[Any]) -> tuple[DeviceTensor, list[int], int] | None:
     """Return adjacent index tensors as one of a flattened dimension, the result's shape and the dimension; or None."""
     at = [dim for dim, index in enumerate(indices) if index is not None]

@@ -128,7 +128,6 @@ class GeneratedKernels(TensorDevice):
         self._launches: dict[Any, tuple[Kernel, Sequence[int], Sequence[int], Sequence[Any], str]] = {}
 
     # --- the words of a language -------------------------------------------------------------------------------------
-
     @abstractmethod
     def _kind(self, dtype: torch.dtype) -> str:
         """Return the type that expressions of a dtype are evaluated in."""
@@ -185,7 +184,6 @@ class GeneratedKernels(TensorDevice):
         """Raise UnsupportedCase for a loop that is too long."""
 
     # --- the kernels -------------------------------------------------------------------------------------------------
-
     def map(
         self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
         integers: Sequence[int] = (), *, compute: torch.dtype | None = None, first: int = 0,
@@ -349,7 +347,6 @@ class GeneratedKernels(TensorDevice):
         return KernelBody("scatter", kind, source.numel(), body, (-(-count // _BLOCK_OF_ROWS),), (_BLOCK_OF_ROWS,))
 
     # --- launches ----------------------------------------------------------------------------------------------------
-
     def _run(
         self, write: Callable[..., KernelBody], operands: Sequence[DeviceTensor], args: tuple[Any, ...],
         scalars: Sequence[float] = (), integers: Sequence[int] = (), names: Sequence[str] = (),

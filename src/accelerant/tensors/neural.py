@@ -20,9 +20,8 @@ from accelerant.tensors import table
 from accelerant.tensors.table import dim_of, elementwise, expression, operand, reduction, strided, wide
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice, aten, note_fallback, register
 
+
 # --- matrix products -------------------------------------------------------------------------------------------------
-
-
 def _product(place: TensorDevice, a: Any, b: Any) -> DeviceTensor:
     """Return the batched product; the sizes are checked."""
     a, b = operand(place, a), operand(place, b)
@@ -84,7 +83,6 @@ def _baddbmm(place: TensorDevice, x: Any, a: Any, b: Any, *, beta: Any = 1, alph
 
 
 # --- activations -----------------------------------------------------------------------------------------------------
-
 _PHI = "0.5 * (1 + erf({0} * 0.70710678118654752))"
 _INNER = "(0.79788456080286536 * ({0} + 0.044715 * {0} * {0} * {0}))"
 
@@ -115,8 +113,6 @@ expression("tanh_backward.default", "{0} * (1 - {1} * {1})")
 
 
 # --- softmax ---------------------------------------------------------------------------------------------------------
-
-
 def _shifted(place: TensorDevice, x: DeviceTensor, dim: int) -> tuple[DeviceTensor, DeviceTensor]:
     """Return the maximum along a dimension, and the sum of exp(x - maximum)."""
     largest = reduction(place, "max", (x,), [dim], x.dtype, keepdim=True)
@@ -156,8 +152,6 @@ _softmax_gradient("_log_softmax_backward_data.default", 1, "x0", "{0} - exp({1})
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
-
-
 @register("native_layer_norm.default")
 def _layer_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     if not shape or any(tuple(w.shape) != tuple(shape) for w in (weight, bias) if w is not None):
@@ -213,8 +207,6 @@ def _layer_norm_backward(
 
 
 # --- torch's decompositions, which call other operations of the table ------------------------------------------------
-
-
 def _decomposed(name: str, least: int) -> Callable[..., Any]:
     """Return torch's decomposition of an operation, for tensors of at least some number of dimensions."""
     packet, overload = name.split(".")
@@ -236,8 +228,6 @@ for _names, _least in (
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
 def _flat(x: DeviceTensor) -> DeviceTensor:
     """Return (B, H, S, D) as (B H, S, D); a copy where the strides do not allow a view."""
     batch, heads, *rest = x.shape
@@ -316,8 +306,6 @@ def _attention_backward(
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
-
-
 def _picked(place: TensorDevice, x: Any, target: Any) -> tuple[Any, Any]:
     """Return log-probabilities as (rows, classes) and targets as (rows, 1)."""
     target = operand(place, target)
@@ -396,8 +384,6 @@ def _mse_loss_backward(place: TensorDevice, dy: Any, x: Any, y: Any, reduce: int
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
-
-
 def _update(place: TensorDevice, out: DeviceTensor, template: str, rule: Callable[..., Any], *operands: Any) -> None:
     """Write a template of operands to `out`; if its launch fails, compute `rule`, whose operations may fall back."""
     try:

@@ -247,7 +247,6 @@ class OpenclTensors(GeneratedKernels):
             self.dtypes = frozenset(set(_STORAGE) - {torch.float64})  # type: ignore[misc]  # this device's own
 
     # --- the language -------------------------------------------------------------------------------------------------
-
     def _kind(self, dtype: torch.dtype) -> str:
         return _COMPUTE.get(dtype, "long")
 
@@ -307,7 +306,6 @@ class OpenclTensors(GeneratedKernels):
         return self.provider.compile(source, device=self.index)
 
     # --- products of matrices ----------------------------------------------------------------------------------------
-
     def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         if out.dtype in (torch.float16, torch.bfloat16):  # products of float32 are exact, and sums as torch's
             wide = self.empty(out.shape, torch.float32)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from accelerant.tensors.tensor import DeviceTensor, TensorDevice, register, span
 
+
 # --- operands --------------------------------------------------------------------------------------------------------
-
-
 def operand(place: TensorDevice, x: Any) -> Any:
     """Return an argument as a tensor on the device, or as a number: host tensors of one element are numbers."""
     if isinstance(x, DeviceTensor) or not isinstance(x, Tensor):
@@ -169,8 +168,6 @@ def expression(name: str, template: str) -> None:
 
 
 # --- elementwise -----------------------------------------------------------------------------------------------------
-
-
 def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
     """Return an operand as torch compares it: numbers and tensors of no dimensions in the common dtype."""
     if isinstance(x, Tensor) and (x.dim() or x.dtype == dtype):
@@ -357,8 +354,6 @@ _add_scaled("addcdiv", "{0} + {3} * ({1} / {2})", floats_only=True)
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
-
-
 def dim_of(dim: int, rank: int) -> int:
     """Return a dimension as a number from 0; raise torch's error if a tensor of this rank does not have it."""
     rank = max(rank, 1)

@@ -85,7 +85,6 @@ class TensorDevice(ABC):
         return f"{type(self).__name__}({self.label})"
 
     # --- memory ------------------------------------------------------------------------------------------------------
-
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> DeviceTensor:
         """Return a contiguous tensor with undefined content."""
         if dtype not in self.dtypes:
@@ -160,7 +159,6 @@ class TensorDevice(ABC):
             self.map(out, "x0", (x,), compute=same)
 
     # --- the kernels -------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def map(
         self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
@@ -208,8 +206,6 @@ class TensorDevice(ABC):
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
-
-
 def span(x: torch.Tensor) -> int:
     """Return the index in memory of a tensor's last element, the first being 0."""
     return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
@@ -244,7 +240,6 @@ def expanded(size: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ...]
 
 
 # --- the devices of this process -------------------------------------------------------------------------------------
-
 _opened: dict[str, TensorDevice] = {}
 
 
@@ -276,7 +271,6 @@ def tensor_device(device: registry.DeviceLike) -> TensorDevice | None:
 
 
 # --- the tensors -----------------------------------------------------------------------------------------------------
-
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 _torch_data: Any = torch._C.TensorBase.data  # the property
@@ -306,7 +300,6 @@ class DeviceTensor(Tensor):
         return made
 
     # --- to the host -------------------------------------------------------------------------------------------------
-
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
         """Return a copy on the host; gradients flow back."""
         host = to(self, "cpu")
@@ -341,7 +334,6 @@ class DeviceTensor(Tensor):
         return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
 
     # --- the memory, which has no address in this process ------------------------------------------------------------
-
     def data_ptr(self) -> int:
         """Raise UnsupportedCase: the memory is the device's."""
         raise self._no_address("address")
@@ -368,7 +360,6 @@ class DeviceTensor(Tensor):
         return UnsupportedCase(f"a tensor on {self.place.label} has no {what}; use x.cpu(), a copy in host memory")
 
     # --- the content -------------------------------------------------------------------------------------------------
-
     @property
     def data(self) -> Any:
         """The tensor apart from autograd; torch's own setter would leave `place` and `buffer` as they were."""
@@ -387,7 +378,6 @@ class DeviceTensor(Tensor):
         self.place, self.buffer = new.place, new.buffer
 
     # --- copies of objects -------------------------------------------------------------------------------------------
-
     def __copy__(self) -> Any:
         """Return another tensor of the same memory, as torch does."""
         return _like(self.detach(), self)
@@ -433,8 +423,6 @@ def _like(copied: Tensor, original: Tensor) -> Any:
 
 
 # --- between devices -------------------------------------------------------------------------------------------------
-
-
 class _Transfer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: registry.DeviceLike) -> Tensor:

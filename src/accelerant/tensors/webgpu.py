@@ -168,7 +168,6 @@ class WebgpuTensors(GeneratedKernels):
         self.is_cpu, self.binding_bytes = properties["software"], properties["binding_bytes"]
 
     # --- words -------------------------------------------------------------------------------------------------------
-
     def _kind(self, dtype: torch.dtype) -> str:
         return "f32" if dtype in _FLOATING else "i64" if dtype == torch.int64 else "i32"
 
@@ -259,7 +258,6 @@ class WebgpuTensors(GeneratedKernels):
         return self.provider.compile(source, device=self.index)
 
     # --- products of matrices ----------------------------------------------------------------------------------------
-
     def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         if out.dtype != torch.float32:
             if out.dtype not in _FLOATING:
@@ -321,7 +319,6 @@ class WebgpuTensors(GeneratedKernels):
         self.reduce(whole, "sum", (x, y), [3], pre="x0 * x1")
 
     # --- arrays larger than a binding may be -------------------------------------------------------------------------
-
     def _too_large(self, operands: Sequence[DeviceTensor]) -> bool:
         """Return whether an operand's elements lie further apart than a binding may be long."""
         limit = self.binding_bytes
@@ -469,8 +466,6 @@ def _narrow(x: DeviceTensor, dim: int, begin: int, end: int) -> DeviceTensor:
 
 
 # --- expressions -----------------------------------------------------------------------------------------------------
-
-
 def _expression(expression: str, kind: str) -> tuple[str, str]:
     """Return an expression in WGSL, and its kind: that of its operands, or bool for int64."""
     if kind == "f32" and "!=" in expression:

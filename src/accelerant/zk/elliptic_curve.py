@@ -96,7 +96,6 @@ class EllipticCurve:
         return self.parameters.parameters_hash()
 
     # --- conversion ----------------------------------------------------------------------------------------------
-
     def encode(self, points: Any) -> npt.NDArray[np.uint64]:
         """Return the canonical words of a point or a list of points. (0, 0) is infinity, as in Ethereum's precompiles.
 
@@ -145,7 +144,6 @@ class EllipticCurve:
         return words
 
     # --- predicates ----------------------------------------------------------------------------------------------
-
     def is_on_curve(self, points: Any, *, device: DeviceLike = None) -> Any:
         """Return which points are on the curve, booleans of the leading dimensions; infinity is."""
         operand, space = self._located(points, device)
@@ -170,7 +168,6 @@ class EllipticCurve:
         return sys.modules["torch"].from_numpy(values).to(operand.tensor.device)
 
     # --- the group -----------------------------------------------------------------------------------------------
-
     def add(self, p: Any, q: Any, *, check: bool = True, device: DeviceLike = None) -> Any:
         """Return P + Q, complete: also for equal, opposite and infinite points. check: points must be on the curve."""
         return self._binary(p, q, check, device)
@@ -360,8 +357,6 @@ def register_family(
 
 
 # --- pairings --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class PairingValue:
     """A value of the pairing, in the group of r-th roots of unity of Fq12: compared, multiplied, divided, and raised.

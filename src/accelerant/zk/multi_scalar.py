@@ -241,8 +241,6 @@ def scratch_bytes(curve: str, n: int, device: DeviceLike) -> int:
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
-
-
 def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> _Start:
     """Return a function that computes or starts the sum of scalars, (n, 4) in `space`, times Montgomery points."""
     if space is HOST:
@@ -298,8 +296,6 @@ def msm_record(space: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRe
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
-
-
 def _point_words(
     curve: Curve[Any], operand: ArrayOperand, space: MemorySpace, check: operands.PointCheck, name: str = "points"
 ) -> Words:
@@ -370,8 +366,6 @@ def _scalar_rows(
 
 
 # --- transforms ------------------------------------------------------------------------------------------------------
-
-
 def ntt(
     x: Any, field: str | PrimeField | None = None, *, inverse: bool = False, coset: Any = None, order: str = "natural",
     out: Any = None, device: DeviceLike = None, devices: Devices = None, reduce: bool = False,

@@ -55,8 +55,6 @@ def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: S
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
-
-
 def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -> ArrayOperand:
     """Return points from words, a Python point or a list of them; unless `check` is False, of reduced coordinates."""
     x = stacked(x, name)
@@ -144,7 +142,6 @@ def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: S
 
 
 # --- points and scalars in either order ------------------------------------------------------------------------------
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -233,8 +230,6 @@ def _may_be_points(curve: Curve[Any], x: Any) -> bool | None:
 
 
 # --- scalars ---------------------------------------------------------------------------------------------------------
-
-
 def scalar_operand(field: Field, scalars: Any) -> ArrayOperand:
     """Return scalars: words (..., 4) with any value, a FieldArray, or Python integers from 0 to below 2^256."""
     scalars = stacked(scalars, "scalars")

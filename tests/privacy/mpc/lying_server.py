@@ -81,7 +81,6 @@ class LyingServer:
         return True
 
     # --- true answers ------------------------------------------------------------------------------------------------
-
     def truth(self, stage, i):
         if stage == "share":
             return messages.pack_pieces(self.adverts)
@@ -128,7 +127,6 @@ class LyingServer:
         return self.signing[i].sign(messages.pack_message(messages.CONSISTENCY, self.context, i, digest))
 
     # --- what is known -----------------------------------------------------------------------------------------------
-
     def shares_of(self, owner, kind):
         """Shares of a client's seed (0) or key (1) by holder: revealed ones, and those that colluders decrypt."""
         found = {i: shown[kind][owner] for i, shown in self.revealed.items() if owner in shown[kind]}

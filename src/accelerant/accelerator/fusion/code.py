@@ -144,8 +144,6 @@ class _Printer(ABC):
 
 
 # --- Triton ----------------------------------------------------------------------------------------------------------
-
-
 _WIDE = "tl.broadcast_to({v}, [ROWS, BLOCK])"
 
 
@@ -287,7 +285,6 @@ def triton_kernel(program: FusedProgram, schedule: Schedule) -> TritonKernel:
 
 
 # --- portable C ------------------------------------------------------------------------------------------------------
-
 C_TYPES = {
     torch.float32: "float", torch.float64: "double", torch.bool: "unsigned char", torch.uint8: "unsigned char",
     torch.int8: "signed char", torch.int16: "short", torch.int32: "i32", torch.int64: "i64",

@@ -65,8 +65,6 @@ _PER_MULTIPROCESSOR = 8
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -268,8 +266,6 @@ def _run(name: str, program: FusedProgram, shape: Shape, tensors: Sequence[Tenso
 
 
 # --- the function ----------------------------------------------------------------------------------------------------
-
-
 class _Trace(NamedTuple):
     """One run of the function, see Recording; `reads` is what it read besides its arrays, None if unknown."""
 

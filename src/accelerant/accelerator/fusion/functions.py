@@ -260,8 +260,6 @@ def _to(x: Traced, *args: Any, **options: Any) -> Traced:
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
-
-
 class _Over(NamedTuple):
     """The dimensions that a reduction is over."""
 
@@ -435,8 +433,6 @@ def _rms_norm(x: Traced, normalized_shape: Any, weight: Any = None, eps: float |
 
 
 # --- activations -----------------------------------------------------------------------------------------------------
-
-
 def _gelu(x: Traced, approximate: str = "none") -> Traced:
     a = x.expr
     if approximate == "tanh":

@@ -215,7 +215,6 @@ def counted(x: Expr, *, columns: bool, rows: bool) -> Expr:
 
 
 # --- operations ------------------------------------------------------------------------------------------------------
-
 Slopes = tuple[Expr | None, ...]
 Slope = Callable[[Expr, tuple[Expr, ...], Expr], Slopes]
 
@@ -371,8 +370,6 @@ _TAKES_TENSORS = ("where", "maximum", "atan2", "floordiv", "mod", "signed")
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
-
-
 def leading_to(nodes: Sequence[Node], targets: list[int], known: Collection[int] = ()) -> list[int]:
     """Return the indices of the nodes that the targets depend on, in order, without known ones and what these need."""
     found, waiting = set[int](), list(targets)

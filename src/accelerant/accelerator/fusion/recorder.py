@@ -142,7 +142,6 @@ def _kernel(program: FusedProgram, steps: str, outer: int) -> Kernel:
 
 
 # --- calls in C ------------------------------------------------------------------------------------------------------
-
 _ledger = ledger()
 _HEAD = object.__basicsize__
 _FIELDS = 6  # words of a PyArrayObject: data, dimensions, sizes, strides, base, dtype
@@ -413,8 +412,6 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "pos")
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
-
-
 def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Record a call of a function by its name."""
     if (function := FUNCTIONS.get(ALIASES.get(name, name))) is None:
@@ -508,7 +505,6 @@ def _view_of_part(x: Traced, kind: str, value: Any, part: Any) -> Any:
 
 
 # --- the recording ----------------------------------------------------------------------------------------------------
-
 _OUTSIDE = 1 << 20  # the first number of a captured array, until the number of the other inputs is known
 
 

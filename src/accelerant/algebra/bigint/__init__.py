@@ -172,7 +172,6 @@ class FixedBasePowers:
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
-
 BLOCK = 128  # Most threads per block
 TABLE_BYTES = 2**30  # Most bytes of the tables of one launch
 _TABLE, _INVERTED_ON_HOST = 16, 16  # Numbers of a power's table; fewest numbers whose inverses take several launches

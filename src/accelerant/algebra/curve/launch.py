@@ -127,7 +127,6 @@ def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: 
 
 
 # --- the subgroup test of many points --------------------------------------------------------------------------------
-
 _FEWEST, _MOST = 128, 1 << 15  # points that are tested together: fewest that are faster, and most
 
 _COMBINATIONS = 64
@@ -199,8 +198,6 @@ def _sum(curve: Curve[Any], x: _Points, y: _Points) -> _Points:
 
 
 # --- reduction -------------------------------------------------------------------------------------------------------
-
-
 def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
     """Raise FormatError if a coefficient of canonical points, (..., *shape), is not below the modulus; names it."""
     field = curve.coordinates.base
@@ -252,7 +249,6 @@ def _record(curve: Curve[Any], op: str, space: MemorySpace, n: int) -> OpRecord:
 
 
 # --- programs in C ----------------------------------------------------------------------------------------------------
-
 BLOCK = 128  # Most threads per block in the C dialects; a power of two. Each may use 255 registers and more.
 ADDS = 16  # Points that a thread of curve_add adds with one inversion
 

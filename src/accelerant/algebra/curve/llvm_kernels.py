@@ -57,7 +57,6 @@ _SMALL = 16  # Factors up to here are additions: a product takes as long as six 
 
 
 # --- packs in memory -------------------------------------------------------------------------------------------------
-
 _PAIR = "<2 x i64>"
 
 
@@ -151,8 +150,6 @@ def _unpack(code: FunctionBuilder, a: Value, b: Value, odd: int) -> Value:
 
 
 # --- elements --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Cell:
     """A variable element."""
@@ -337,7 +334,6 @@ Projective = tuple[Element, Element, Element]
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 
 
@@ -391,8 +387,6 @@ def double(k: _Arithmetic[T], b3: Sequence[int], p: Sequence[T]) -> tuple[T, T, 
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
-
-
 def to_projective(k: Elements, affine: tuple[Element, Element]) -> Projective:
     """Append the projective coordinates of an affine point, x L and y L."""
     infinity = k.is_zero(affine[1])
@@ -513,8 +507,6 @@ _QUADRATIC: _Writers = {
 
 
 # --- affine additions ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A pack of affine points P and Q to add; the functions append loads of a coordinate, stores and prefetches."""
@@ -604,7 +596,6 @@ def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> 
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
 _PACKS = 256  # packs of pairs over Fq that share an inversion; at most 256 KiB of stack

@@ -141,8 +141,6 @@ def _checked_size(family: Family, g1_points: U64, g2_points: U64) -> int:
 
 
 # --- tapes on arrays -------------------------------------------------------------------------------------------------
-
-
 def _miller_values(family: Family, points: U64) -> tuple[U64, Bools]:
     """Return values whose product is that of all pairs (n, 6, limbs), and which check registers are not zero."""
     limbs = points.shape[-1]
@@ -230,8 +228,6 @@ def _record(family: Family, n: int) -> OpRecord:
 
 
 # --- Miller loop -----------------------------------------------------------------------------------------------------
-
-
 def _kept(record: Callable[..., TapeFunction]) -> Callable[..., TapeFunction]:
     """Keep what a function records of a family and perhaps a size in memory, and on the disk under its name."""
 
@@ -345,8 +341,6 @@ def _opposite_segment(family: Family) -> Segment:
 
 
 # --- checks of points ------------------------------------------------------------------------------------------------
-
-
 def _begin_segment(family: Family) -> Segment:
     """Return the conversion of points to Montgomery form, T = Q, and the curve equations of P and Q."""
     tower = RecordedTower(family)
@@ -419,8 +413,6 @@ def _p_segment(family: Family) -> Segment:
 
 
 # --- final exponentiation --------------------------------------------------------------------------------------------
-
-
 @_kept
 def final_tape(family: Family) -> TapeFunction:
     """Return f^((q^12 - 1) / r) of one element that is not zero, exactly, from Montgomery to canonical form."""
@@ -609,7 +601,6 @@ class RecordedTower(RecordedPairs):
         return self.base.sub(scaled[0], a[1]), self.base.add(scaled[1], a[0])
 
     # --- Fq6 -----------------------------------------------------------------------------------------------------
-
     def add6(self, a: Fq6, b: Fq6) -> Fq6:
         return self.add(a[0], b[0]), self.add(a[1], b[1]), self.add(a[2], b[2])
 
@@ -646,7 +637,6 @@ class RecordedTower(RecordedPairs):
         return self.mul(self.add(a0, a1), self.add(b0, b1))
 
     # --- Fq12 ----------------------------------------------------------------------------------------------------
-
     def unflatten(self, values: Sequence[int]) -> Fq12:
         """Return the element with these twelve coefficients in Fq."""
         c = pairs(values)

@@ -369,7 +369,6 @@ def _template(segment: Segment, constants: dict[int, int]) -> npt.NDArray[np.int
 
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
-
 _ENTRY = "tape_run"
 _OPERATIONS = {ADD: "add", SUB: "sub", MUL: "mul"}
 
@@ -426,8 +425,6 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 
 
 # --- disk cache ------------------------------------------------------------------------------------------------------
-
-
 def cached(name: str, parameters: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
     """Return the tape that `make` records, or the disk's, all of it under a checksum: a verifier depends on it."""
     key = kernel_key(tape=builder_key(f"{name} {parameters}", *SOURCES), byteorder=sys.byteorder)

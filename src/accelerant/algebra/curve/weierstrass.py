@@ -292,7 +292,6 @@ def signed_windows(number: int, width: int) -> list[int]:
 
 
 # --- the group law ----------------------------------------------------------------------------------------------------
-
 Jacobian = tuple[E, E, E]
 
 
@@ -417,7 +416,6 @@ def jacobian_add_mixed(curve: Curve[E], p: Jacobian[E], q: Affine[E]) -> Jacobia
 
 
 # --- points as limbs and bytes ---------------------------------------------------------------------------------------
-
 U64 = npt.NDArray[np.uint64]
 PointLayout = Literal["evm", "uncompressed", "compressed"]
 

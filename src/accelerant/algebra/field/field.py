@@ -244,7 +244,6 @@ class FieldArray:
         self.field, self.space, self.words, self.home = field, space, words, home
 
     # --- properties ----------------------------------------------------------------------------------------------
-
     @property
     def shape(self) -> tuple[int, ...]:
         """The elements' shape, without the axis of limbs."""
@@ -318,7 +317,6 @@ class FieldArray:
         return FieldArray(self.field, space, space.load(self.space.store(self.words)), home=self.home)
 
     # --- shape ---------------------------------------------------------------------------------------------------
-
     def __getitem__(self, key: Any) -> FieldArray:
         """Index as NumPy does, over the elements; the result is copied unless its memory is contiguous."""
         keys = key if isinstance(key, tuple) else (key,)
@@ -356,7 +354,6 @@ class FieldArray:
         return self.reshape(-1)
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
-
     def __add__(self, other: Any) -> FieldArray:
         return self._binary("add", self, other)
 
@@ -443,7 +440,6 @@ class FieldArray:
         return same if (same := self.__eq__(other)) is NotImplemented else ~same
 
     # --- NumPy ---------------------------------------------------------------------------------------------------
-
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if method == "reduce" and ufunc is np.add and not set(options) - {"axis"}:
             return self.sum(options.get("axis", 0))
@@ -475,7 +471,6 @@ class FieldArray:
         raise UnsupportedDtype("NumPy cannot know the form: call .canonical() for words, .ints() for Python integers")
 
     # --- helpers ---------------------------------------------------------------------------------------------------
-
     def _of(self, words: Any) -> FieldArray:
         return FieldArray(self.field, self.space, words, home=self.home)
 

@@ -114,8 +114,6 @@ class PackedField(Protocol):
 
 
 # --- several limbs, one element --------------------------------------------------------------------------------------
-
-
 class PackedLimbs(PackedField):
     """One element of several 64-bit limbs, an LLVM integer of 64 W bits, whose additions LLVM makes chains of carries.
 
@@ -217,8 +215,6 @@ def hide(code: FunctionBuilder, mask: Value) -> Value:
 
 
 # --- one word an element ---------------------------------------------------------------------------------------------
-
-
 class _PackedWords(PackedField):
     """Elements of one word: eight of 64 bits, sixteen of 32, or one; subclasses add and multiply any two values."""
 

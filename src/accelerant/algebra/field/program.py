@@ -270,7 +270,6 @@ def ptx_macros(field: Field, prefix: str) -> str:
 
 
 # --- A field's programs, assembled from its constants and the C and WGSL files of this folder ------------------------
-
 BLOCK = 256  # Most threads per block in the C dialects; a power of two
 INVERSES = 16  # elements that a thread inverts together in the C dialects: 2^20 still fill a device
 
@@ -446,7 +445,6 @@ def _hexadecimal(words: tuple[int, ...], suffix: str) -> str:
 
 
 # --- WGSL ------------------------------------------------------------------------------------------------------------
-
 _HEAD = """
 @compute @workgroup_size(BLOCK_X)
 fn {entry}(

@@ -102,8 +102,6 @@ def _text(name: str, entry: str, kind: str) -> str:
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
-
-
 class WorkerMemory(NamedTuple):
     """Pointers to a worker's arrays, of i32 except `points`."""
 
@@ -232,8 +230,6 @@ def _next_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> str:
 
 
 # --- entries ---------------------------------------------------------------------------------------------------------
-
-
 def _enter(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, form, code)
     stop = code.smin("%end", "%n")
@@ -458,7 +454,6 @@ _ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField,
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
-
 U64 = npt.NDArray[np.uint64]
 
 _TASK_POINTS = 1 << 20  # Largest number of points of a task, whose memory is about 50 bytes a point on BN254 G1

@@ -253,7 +253,6 @@ def _free_bytes(space: MemorySpace, share: float) -> int:
 
 
 # --- the last step on the host ----------------------------------------------------------------------------------------
-
 _PYTHON_SUMS = 4  # sums per curve that Python reduces before the kernel is loaded
 
 _sums_so_far: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)

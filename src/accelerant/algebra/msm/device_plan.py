@@ -206,8 +206,6 @@ def _best_plan(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-
-
 class MsmChunk(NamedTuple):
     """The `size` of `n` points that are summed at once; scalars and points are the rows of the first one."""
 
@@ -355,7 +353,6 @@ def _sum_launches(curve: Curve[Any], p: DeviceMsmPlan, first: int) -> Iterator[M
 Sizes = Mapping[str, int | str]
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
-
 SORT_BLOCK = 256  # threads of a block of sort.c and bins.c, a power of two
 ENTRIES_PER_THREAD = 4  # entries of a thread of msm_rank and msm_scatter
 PIECE = 4096  # entries of a block of bins.c, in 32 KiB of local memory; a multiple of SORT_BLOCK

@@ -264,8 +264,6 @@ def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], PassLayout
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
-
-
 def bit_reversed(index: int, bits: int) -> int:
     """Return the number whose lowest `bits` bits are those of the index in the opposite order."""
     return int(f"{index:0{bits}b}"[::-1], 2) if bits else 0
@@ -311,7 +309,6 @@ def _halves(x: Sequence[int], w: int, p: int) -> list[int]:
 
 
 # --- programs in C and WGSL ------------------------------------------------------------------------------------------
-
 LADDER = 28  # Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points
 _LOG_TURN = 4  # Log2 of the order of Goldilocks's roots that are powers of two, which have order 192
 
@@ -463,8 +460,6 @@ def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, checke
 
 
 # --- the CPU's pass --------------------------------------------------------------------------------------------------
-
-
 def by_limbs(packed: PackedField) -> bool:
     """Return whether tables for FIELD_each hold 52-bit limbs."""
     return isinstance(packed, PackedIfma)

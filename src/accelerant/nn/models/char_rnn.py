@@ -78,7 +78,6 @@ class CharRNN(LanguageModel):
         return ops.cross_entropy(self(idx).flatten(0, 1), targets.flatten().long())
 
     # --- decoding: the state of a layer is its entry of the cache, h as the only key and c as the only value ---------
-
     def can_cache(self) -> bool:
         return not any(map(has_hooks, (self.wte, self.rnn, self.head))) and type(self.rnn) in _CELLS.values()
 

@@ -73,8 +73,6 @@ class GPTConfig(ModelConfig):
 
 
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
-
-
 def _from_fields(fields: Fields, values: dict[str, Any]) -> GPTConfig:
     fields.require("n_inner", None, 4 * values["width"])
     return GPTConfig(**values)  # dropout rates are ignored
@@ -143,8 +141,6 @@ LAYOUT = Layout(
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
-
-
 class GPT(LanguageModel):
     """A GPT language model.
 
@@ -255,7 +251,6 @@ class GPT(LanguageModel):
         return mean_by_torch(wide, targets.reshape(-1).long())
 
     # --- decoding ----------------------------------------------------------------------------------------------------
-
     def can_cache(self) -> bool:
         if any(
             type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention or not block.is_gpt2

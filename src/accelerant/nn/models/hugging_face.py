@@ -132,8 +132,6 @@ class Fields:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a safetensors file, which is mapped while the tensor is in use."""
@@ -370,8 +368,6 @@ def _concatenated(
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def save(
     model: nn.Module, config: Any, path: str | os.PathLike[str], layouts: Sequence[Layout], *, max_shard_bytes: int
 ) -> None:

@@ -244,7 +244,6 @@ class LanguageModel(nn.Module):
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
-
 STOP_INTERVAL = 16  # tokens between two checks whether every sequence has ended: a check synchronizes with the device
 _LENGTH_MULTIPLE = 64  # capacities and prompts in tokens are rounded up to it, so that kernels see few sizes
 _EAGER_STEPS = 2  # before the capture: kernels are compiled and libraries initialized

@@ -118,8 +118,6 @@ class LlamaConfig(ModelConfig):
 
 
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
-
-
 _FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  # of a Llama3Scaling, with the same names in config.json
 _LONGEST_CONTEXT = 2**24  # the rotary tables have a row for each token
 
@@ -271,8 +269,6 @@ LAYOUTS = (
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
-
-
 class LlamaAttention(nn.Module):
     """Causal attention with rotary positions; each head of keys and values serves heads / kv_heads of queries."""
 
@@ -376,7 +372,6 @@ class Llama(LanguageModel):
         return ops.linear_cross_entropy(rows, self._output_weight().to(rows.dtype), targets.flatten().long())
 
     # --- decoding ----------------------------------------------------------------------------------------------------
-
     def can_cache(self) -> bool:
         unmodified = type(self.norm) is RMSNorm and all(
             type(block) is LlamaBlock

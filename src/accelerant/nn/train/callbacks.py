@@ -156,7 +156,6 @@ class TensorBoard(Callback):
 
 
 # --- extensions ------------------------------------------------------------------------------------------------------
-
 Step = Callable[[Sequence[Batch], float], StepResult]
 """One step of a training, from its batches and the learning rate; nothing need wait for the device."""
 
@@ -367,8 +366,6 @@ class NanDiagnosis:
 
 
 # --- finding the module ----------------------------------------------------------------------------------------------
-
-
 def find_not_finite(model: nn.Module, loss: Callable[..., Tensor], parts: Sequence[Batch]) -> str:
     """Name the first thing of a step that is not finite: parameter, input, output of a module, loss or gradient.
 

@@ -371,7 +371,6 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 # --- the state of a training -----------------------------------------------------------------------------------------
-
 _MAY_DIFFER = frozenset({
     "accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute",
     "evaluate_every", "evaluations", "patience", "min_delta", "keep_best",
@@ -497,8 +496,6 @@ def load_optimizer(
 
 
 # --- the best evaluation ---------------------------------------------------------------------------------------------
-
-
 class BestModel:
     """The best evaluation so far, better by more than `min_delta`: decides when to stop, and keeps the parameters."""
 

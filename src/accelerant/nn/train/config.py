@@ -542,7 +542,6 @@ def preset(name: str) -> RunConfig:
 
 
 # --- how long a run takes ---------------------------------------------------------------------------------------------
-
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
 

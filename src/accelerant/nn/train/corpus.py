@@ -261,7 +261,6 @@ def _is_run(folder: Path, names: Sequence[str]) -> bool:
 
 
 # --- encodings -------------------------------------------------------------------------------------------------------
-
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32", "UTF-32"), (codecs.BOM_UTF32_BE, "utf-32", "UTF-32"),
     (codecs.BOM_UTF8, "utf-8-sig", "UTF-8 with a byte order mark"),
@@ -361,7 +360,6 @@ def _decodable(first: list[bytes], rest: Iterator[bytes], codec: str, name: str)
 
 
 # --- a corpus --------------------------------------------------------------------------------------------------------
-
 _HELD_OUT = 0.05  # share of the text
 _HELD_OUT_OF_LITTLE, _LITTLE = 0.1, 1 << 20  # share of a text of fewer bytes, which has few windows
 _BLOCKS, _LONGEST_BLOCK = 16, 1 << 16  # fewest held-out blocks, unless windows are long, and most bytes of a block
@@ -492,7 +490,6 @@ def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> 
 
 
 # --- tokens to train on ----------------------------------------------------------------------------------------------
-
 _HELD_OUT_TOKENS = 1 << 24  # of a token file, at most: they are read into memory
 _BASELINE_TOKENS = 1 << 22  # of a token file: n-grams of more bytes hardly change
 
@@ -635,7 +632,6 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 # --- preparing a token file ------------------------------------------------------------------------------------------
-
 _READ = 1 << 22  # bytes at a time
 _LONGEST = 1 << 26  # characters without a word boundary: cut anyway, so that memory stays bounded
 _JSON_LINES = (".jsonl", ".ndjson")

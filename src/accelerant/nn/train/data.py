@@ -45,8 +45,6 @@ _AHEAD = 4  # batches that are gathered in advance
 
 
 # --- random numbers and windows --------------------------------------------------------------------------------------
-
-
 def _philox(seed: int, number: int) -> np.random.Philox:
     # The high word: the low one counts draws, so that consecutive numbers would share them.
     return np.random.Philox(key=seed, counter=np.array([0, 0, 0, number], np.uint64))
@@ -112,8 +110,6 @@ def prefetched(make: Callable[[int], Batch], steps: range, *, pin: bool) -> Gene
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
-
-
 class Source(ABC):
     """Data as batches by step.
 

@@ -93,8 +93,6 @@ class StopRequest:
 
 
 # --- random generators -----------------------------------------------------------------------------------------------
-
-
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the states of the generators of torch (CPU, and the GPU in use), NumPy and Python: tensors and JSON."""
     tensors = {"cpu": torch.get_rng_state()}

@@ -194,7 +194,6 @@ def _process_status(name: str) -> int | None:
 
 
 # --- profiling -------------------------------------------------------------------------------------------------------
-
 _WARM_UP = 6  # unprofiled steps: kernels compile in the first, and a CUDA graph is captured in the fourth
 _NAME_WIDTH = 90
 
@@ -275,7 +274,6 @@ def kernel_table(rows: list[ProfiledKernel], limit: int = 40) -> str:
 
 
 # --- the history of a run --------------------------------------------------------------------------------------------
-
 _RISE, _LEAST_RISE = 0.03, 0.01  # relative and absolute rise that counts: evaluations read different parts of the data
 Status = Literal["done", "stopped", "interrupted"]
 
@@ -639,7 +637,6 @@ class RunFolder:
 
 
 # --- the lock --------------------------------------------------------------------------------------------------------
-
 _UNWRITTEN_S = 10.0  # an older lock file without a process ID was left by a crash
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # from file systems without locks
 

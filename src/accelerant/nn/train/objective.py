@@ -212,7 +212,6 @@ def evaluate(
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
-
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -188,7 +188,6 @@ class GradientReduction:
         return 0 if apart is None else apart.count * apart.dtype.itemsize * self._params[apart.index].shape[1]
 
     # --- products that write into buckets, and a table in two parts (accelerant.ops.transformer.block.TableSums) ------
-
     def place(self, weight: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return the memory of a bucket for the first gradient of a parameter in a step's last backward pass."""
         index = self._at.pop(weight.data_ptr(), None) if self._armed else None

@@ -128,8 +128,6 @@ def _key(name: str, offsets: list[int]) -> str:
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-
-
 class _Writer(FileSystemWriter):
     """Writes one file for each process; `commit` gets the list of the shards on rank 0 when all have been written."""
 
@@ -223,8 +221,6 @@ class ShardSaver:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
 class _Reader(FileSystemReader):
     """Reads the chunks that a plan asks for."""
 

@@ -32,7 +32,6 @@ from accelerant.runtime.processes import Processes
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 # --- steps as CUDA graphs --------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 
 EAGER_STEPS = 3
@@ -78,7 +77,6 @@ class GraphedStep:
         return f"{type(self).__name__}({self._case})"
 
     # --- eager, and captured as well ---------------------------------------------------------------------------------
-
     def _precision_context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._low is None else self._low.refreshed()
 
@@ -118,7 +116,6 @@ class GraphedStep:
         return result
 
     # --- the graph ---------------------------------------------------------------------------------------------------
-
     def _decide(self, graph: bool | None, obstacle: str | None) -> None:
         """Capture steps unless the user chose not to (graph=False), or there is an obstacle."""
         self._wants_graph = graph is not False and obstacle is None
@@ -162,8 +159,6 @@ class GraphedStep:
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
-
-
 class StepResult(NamedTuple):
     """The result of a step: float32 scalars on the device, in memory that no later step writes.
 
@@ -392,7 +387,6 @@ class TrainStep(GraphedStep):
         return self._replay(batches) if self._capture(batches) else self._step(batches)
 
     # --- the step itself ---------------------------------------------------------------------------------------------
-
     def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
         """Run the whole step, eagerly or under capture; return the loss and the norm, (2,) float32."""
         if type(self.optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
@@ -469,7 +463,6 @@ class TrainStep(GraphedStep):
         return [self._moved(batch) for batch in batches]
 
     # --- the graph ---------------------------------------------------------------------------------------------------
-
     def _obstacle_of(self, *, automatic: bool) -> str | None:
         """Return why no step can be captured, as far as is known before the first, or None."""
         if (known := self._obstacle(self.optimizer)) is not None:
@@ -535,8 +528,6 @@ class TrainStep(GraphedStep):
 
 
 # --- gradient checkpointing ------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
     """Make modules whose names match a pattern recompute their activations in the backward pass (checkpointing).

@@ -340,7 +340,6 @@ def train_bpe_on(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
 
 
 # --- token files -----------------------------------------------------------------------------------------------------
-
 _MAGIC = b"ACLTOKEN"
 _VERSION = 1
 _HEADER = 4096

@@ -416,7 +416,6 @@ class TrainingRun:
         return self._earlier_s + time.monotonic() - self._began
 
     # --- several processes -------------------------------------------------------------------------------------------
-
     def _agree(self, resume: bool) -> None:
         """Raise ConfigError in each process if they do not run the same training."""
         model, config = self._trainer.model, self._trainer.config.to_dict()
@@ -446,7 +445,6 @@ class TrainingRun:
         return found
 
     # --- steps -------------------------------------------------------------------------------------------------------
-
     def _train(self, start: int, position: dict[str, int], stop: StopRequest) -> None:
         trainer, config, source, total = self._trainer, self._trainer.config, self._source, self.history.total_steps
         if config.profile and self._folder is not None:
@@ -610,7 +608,6 @@ class TrainingRun:
         return evaluation
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
-
     def _save(self, step: int) -> None:
         if self._checkpoints is None:
             return
@@ -687,7 +684,6 @@ class TrainingRun:
         return document
 
     # --- memory ------------------------------------------------------------------------------------------------------
-
     def _predict(self) -> None:
         """Predict the peak memory of a step from shapes; a note says if that is impossible."""
         trainer, logger = self._trainer, logging.getLogger("torch._subclasses.fake_tensor")

@@ -24,7 +24,6 @@ from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch, make_ready
 
 # --- program text ----------------------------------------------------------------------------------------------------
-
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # value of the macro ELEMENT by dtype
 
 _FOLDER = Path(__file__).parent
@@ -245,7 +244,6 @@ def _encode() -> Any:
 
 
 # --- kernels built on product.h: x W^T, or x^T W of a batch, each with its own epilogue -------------------------------
-
 _PRODUCT_HEADER = "product.h"
 _PRODUCT_THREADS = 384  # threads of a block: one producer warpgroup and two that multiply
 

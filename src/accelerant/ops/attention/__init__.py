@@ -563,8 +563,6 @@ _attention = _Attention(
 
 
 # --- with a mask -----------------------------------------------------------------------------------------------------
-
-
 def _masked_case(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float, window: int) -> Case:
     plain = _case(q, k, v, causal, scale, window)
     kind = "segments" if mask.dtype == torch.int32 else f"mask {name_of(mask.dtype)}"

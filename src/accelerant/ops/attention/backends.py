@@ -23,7 +23,6 @@ from accelerant.runtime.dispatch import Case, Implementation
 from accelerant.runtime.memory.limits import ordinary_tensors
 
 # --- torch's own functions -------------------------------------------------------------------------------------------
-
 aten = torch.ops.aten
 _unsafe_view: Callable[..., Tensor] = aten._unsafe_view.default
 _forward, _backward = (
@@ -334,8 +333,6 @@ def _cudnn_backward(
 
 
 # --- FlashAttention 2, in torch --------------------------------------------------------------------------------------
-
-
 def _refuses_flash(case: Case) -> str | None:
     if refused := _refuses_library(case, widest=256):
         return refused
@@ -407,8 +404,6 @@ def _varlen_flash_backward(
 
 
 # --- FlashAttention 4, if installed ----------------------------------------------------------------------------------
-
-
 @functools.cache
 def _flash_4() -> Any:
     """Return the module flash_attn.cute.interface, or the reason why it cannot be used."""
@@ -455,7 +450,6 @@ def _flash_4_backward(
 
 
 # --- torch's memory-efficient kernels --------------------------------------------------------------------------------
-
 _EFFICIENT_ROWS = 32  # lse is padded to a multiple of this
 
 

@@ -22,7 +22,6 @@ from accelerant.runtime.files import clipped
 __all__ = ["conv2d"]
 
 # --- algorithms besides torch's own call -----------------------------------------------------------------------------
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _MIN_ELEMENTS = 2**20  # elements of x or y per case; below, the launches of the extra kernels cost more than they save
@@ -105,8 +104,6 @@ def patches_backward(
 
 
 # --- channels last ---------------------------------------------------------------------------------------------------
-
-
 def channels_last(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
     """Convolve by cuDNN with the channels last; y is contiguous, as x is."""
     weight = weight.to(memory_format=torch.channels_last)

@@ -366,7 +366,6 @@ def launch_backward(
 
 
 # --- the kernel for Hopper (hopper.cu): long bfloat16 rows stay in shared memory for the gradient ---------------------
-
 SHARED_ROW_KINDS = ("*bf16", "*i64", "*f32", "*f32", "*bf16", "*i32", "i32", "i32", "i64", "i64", "i64", "f32")
 """Kinds of the kernel's arguments: logits, targets, losses, statistics, gradient, counts; M, N; row strides of the
 logits and of the gradient; ignore_index; smoothing."""

@@ -144,7 +144,6 @@ class _PagedWriter:
                 self._mix(pair, shrink, begin, end)
 
     # --- scores ------------------------------------------------------------------------------------------------------
-
     def _scores(self, pair: Value) -> Value:
         """Append the products of a query with the keys of the vector, scaled and capped."""
         code = self.code
@@ -208,7 +207,6 @@ class _PagedWriter:
         return joined(code.lane(value, 0), code.lane(value, 1))
 
     # --- values ------------------------------------------------------------------------------------------------------
-
     def _mix(self, pair: Value, shrink: Value, begin: Value, end: Value) -> None:
         """Append the sums of a pair, shrunk, plus the weighted values of keys begin to end of the vector."""
         code = self.code
@@ -237,7 +235,6 @@ class _PagedWriter:
                 self._put(code.op("fmul", factors, self._real(o, at, inside)), o, at, inside)
 
     # --- memory ------------------------------------------------------------------------------------------------------
-
     def _widths(self) -> Iterator[tuple[Value, int, Value | None]]:
         """Append loops over a head's columns; yields the first one, the vectors from it, and a partial one's lanes."""
         code = self.code

@@ -215,8 +215,6 @@ attention_paged_fwd: Callable[..., Tensor] = Operation(
 
 
 # --- the public functions --------------------------------------------------------------------------------------------
-
-
 @with_torch_keywords
 def attention_paged(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor,
@@ -333,8 +331,6 @@ _op = define(
 
 
 # --- writing to the blocks -------------------------------------------------------------------------------------------
-
-
 _APPEND_BLOCK = 1024
 
 

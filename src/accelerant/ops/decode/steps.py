@@ -31,7 +31,6 @@ from accelerant.runtime.dispatch.race import Tuned
 from accelerant.runtime.provider import ComputeProvider
 
 # --- launches --------------------------------------------------------------------------------------------------------
-
 KERNELS = {  # of rope each operation is rounded, as torch does: a choice between them changes no bits
     name: TritonKernel("accelerant.ops.decode.triton_kernels", f"decode_{name}", contracts=name != "rope")
     for name in ("linear", "words", "rope")
@@ -226,8 +225,6 @@ def _cache_sizes(k_cache: Tensor, cos: Tensor | None, slots: Tensor | None) -> t
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
 def _refuses_words(case: Case) -> str | None:
     _, lines, K = case.shape
     if case.options[0] != torch.int8:
@@ -327,8 +324,6 @@ decode_rope: Callable[..., Tensor] = Operation(
 
 
 # --- decoding steps --------------------------------------------------------------------------------------------------
-
-
 def linear(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 1e-6,
     residual: Tensor | None = None, gated: bool = False,

@@ -183,7 +183,6 @@ def _philox(c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Ten
 
 
 # --- implementations and the public function -------------------------------------------------------------------------
-
 _triton = Implementation("triton", launch, refuses=refuses_triton_kernel, own=True)
 
 

@@ -235,8 +235,6 @@ def silu_reference(x: Tensor) -> Tensor:
 
 
 # --- functions of one tensor -----------------------------------------------------------------------------------------
-
-
 def _unary(
     name: str, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor], *, saves: str,
     flops: tuple[int, int], cpu: CpuFastPath, again: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -383,7 +381,6 @@ def silu(x: Tensor) -> Tensor:
 
 
 # --- sums and products of two ----------------------------------------------------------------------------------------
-
 _REFUSALS = {
     "broadcast": "has a kernel for a row of the other tensor; torch reads any other small operand from cache",
     "layouts": "takes dense tensors of one layout; torch reads any two in place",

@@ -48,8 +48,6 @@ def chunk_rows(M: int, V: int, itemsize: int, limit: int) -> int:
 
 
 # --- products, counted in the ledger ---------------------------------------------------------------------------------
-
-
 def _accumulate(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out) if first else out.addmm_(a, b)
@@ -81,8 +79,6 @@ def _split(V: int) -> tuple[slice, ...]:
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
-
-
 def _chunk_size(hidden: Tensor, weight: Tensor) -> int:
     limit = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
     return chunk_rows(hidden.shape[0], weight.shape[0], hidden.element_size(), max(limit, 4 * weight.numel()))

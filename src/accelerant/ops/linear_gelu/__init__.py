@@ -32,8 +32,6 @@ from accelerant.runtime.providers.cuda_launch import PackedLaunch
 __all__ = ["linear_gelu"]
 
 # --- the kernel for Hopper (hopper.cu) --------------------------------------------------------------------------------
-
-
 CUDA_KINDS = ("struct", "struct", "struct", "struct", "*u32", "struct")
 """Kinds of the kernel's arguments: tensor maps of x, weight, y and z; bias; struct Shape."""
 

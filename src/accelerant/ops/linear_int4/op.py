@@ -90,8 +90,6 @@ def linear_int4_reference(
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def tile_plan(M: int, dtype: torch.dtype, device: torch.device) -> Int8Tile:
     """Return the tile for M rows; a large one spills in float32."""
@@ -241,8 +239,6 @@ _op: Callable[..., Any] = define(
 
 
 # --- the public function ---------------------------------------------------------------------------------------------
-
-
 @with_torch_keywords
 def linear_int4(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None

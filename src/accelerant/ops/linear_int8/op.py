@@ -40,8 +40,6 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.host import multiplies_bfloat16
 
 # --- the kernel for Hopper (hopper.cu), for one row of x: bound by reading the weight ---------------------------------
-
-
 UNALIGNED = "unaligned"
 """Option of a case whose x or weight the kernel cannot read, see is_aligned."""
 
@@ -140,7 +138,6 @@ def launch_hopper(
 
 
 # --- the kernel for Hopper (planes.cu), for one row of x in 24-bit integers -------------------------------------------
-
 PLANES_ROW_KINDS = ("*i8", "*f32", "*i8", "*f32", "*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
 """Kinds of the kernel's arguments: planes, unit, weight, scale, bias, residual, y; N, K, fours of rows per block."""
 
@@ -201,7 +198,6 @@ def launch_planes_row(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-
 _NAMES = ("row", "fwd", "dynamic", "planes", "bwd", "sum", "dequantize")
 KERNELS = {  # planes: every tile rounds what it does with its sums in the same way
     name: TritonKernel(
@@ -587,8 +583,6 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynami
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
 def _refuses(case: Case) -> str | None:
     if case.device.type == "cuda":
         M, _, K = case.shape

@@ -40,7 +40,6 @@ def _cost(case: Case) -> Cost:
 
 
 # --- oneDNN's products in float32 -------------------------------------------------------------------------------------
-
 _onednn: Callable[..., Tensor] | None
 try:
     _onednn = torch.ops.mkldnn._linear_pointwise

@@ -365,8 +365,6 @@ class GroupValues:
 
 
 # --- the arguments of an update --------------------------------------------------------------------------------------
-
-
 class AdamWGroup(NamedTuple):
     """AdamW's hyperparameters of a parameter group; lr is a number, or a float32 scalar on the device."""
 

@@ -108,8 +108,6 @@ def multi_tensor_scale(
 
 
 # --- coefficients ----------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _scale_and_skip(
     partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, found_inf_ptr, BLOCK_P: tl.constexpr, CLIP: tl.constexpr

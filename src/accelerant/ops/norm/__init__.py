@@ -500,8 +500,6 @@ def add_rms_norm_reference(
 
 
 # --- torch's functions, for the CPU fast path ------------------------------------------------------------------------
-
-
 def _torch_layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
     shape: torch.Size | None = None,

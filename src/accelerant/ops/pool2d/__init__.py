@@ -351,8 +351,6 @@ def _refuses(case: Case) -> str | None:
 
 
 # --- max -------------------------------------------------------------------------------------------------------------
-
-
 def _saves_bytes(x: Tensor, window: tuple[list[int], list[int], list[int]], dilation: list[int]) -> bool:
     """Return whether positions are saved as bytes, which only the Triton kernels do, instead of torch's indices."""
     if not (x.is_cuda or (interpreting() and x.device.type == "cpu")) or torch.compiler.is_compiling():
@@ -466,8 +464,6 @@ _max_pool2d = _MaxPool2d(
 
 
 # --- average ---------------------------------------------------------------------------------------------------------
-
-
 def _triton_avg(x: Tensor, *settings: Any) -> Tensor:
     kernel, stride, padding, ceil, with_padding, divisor = settings
     sizes = output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil)

@@ -59,8 +59,6 @@ def layer_reference(
 
 
 # --- one layer by a kernel of ours -----------------------------------------------------------------------------------
-
-
 class _Layer(torch.autograd.Function):
     """layer_reference, with the recurrence by a pair of launches, forward and backward; see llvm_kernels.py."""
 
@@ -152,8 +150,6 @@ def _stack(
 
 
 # --- on a CPU --------------------------------------------------------------------------------------------------------
-
-
 def _real(dtype: torch.dtype) -> str:
     return "double" if dtype == torch.float64 else "float"
 
@@ -222,7 +218,6 @@ def _refuses_llvm(case: Case) -> str | None:
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
 KERNELS = {
     name: TritonKernel("accelerant.ops.recurrent.triton_kernels", f"recurrent_{name}", widths=(last,))
     for name, last in (("fwd", 9), ("bwd", 13))

@@ -107,7 +107,6 @@ class _RecurrentWriter:
                         self._cell(b, t, i)
 
     # --- addresses ---------------------------------------------------------------------------------------------------
-
     def _row(self, name: str, b: Operand, t: Operand | None = None, gates: int = 1) -> Value:
         """Return the address of a row of an array (B, H), or with a step of one (B, T, gates H)."""
         code = self.code
@@ -134,7 +133,6 @@ class _RecurrentWriter:
         return code.at(self.real, row, code.i64("add", j, code.i64("mul", "%hidden", gate)) if gate else j)
 
     # --- the product -------------------------------------------------------------------------------------------------
-
     def _product(self, b: Value, rows: int, t: Value, j: Value, w: Value, K: Value) -> None:
         """Append the product of a tile's rows and V vectors: of states, to the gates, or of gates, to the states."""
         code = self.code
@@ -168,7 +166,6 @@ class _RecurrentWriter:
             code.store(self.kind, total.get(), to, align=self.bytes)
 
     # --- the forward pass --------------------------------------------------------------------------------------------
-
     def _cell(self, b: Value, t: Value, j: Value) -> None:
         """Append the gates and the next state of one vector of states."""
         y, row = self._row("y", b, t), self._row("gates", b, t, self.gates)
@@ -191,7 +188,6 @@ class _RecurrentWriter:
             self._put(gate, row, j, v)
 
     # --- the backward pass -------------------------------------------------------------------------------------------
-
     def _cell_backward(self, b: Value, t: Value, j: Value) -> None:
         """Append the gradients of the gates of one vector of states; dh gets what does not pass through them."""
         state, gates = self._row("dh", b), self._row("gates", b, t, self.gates)
@@ -228,7 +224,6 @@ class _RecurrentWriter:
             self._put(one, dgates, j, v)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
-
     def _mul(self, x: Operand, y: Operand) -> Value:
         return self.code.op("fmul", x, y)
 

@@ -102,7 +102,6 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = F
 
 
 # --- launch ----------------------------------------------------------------------------------------------------------
-
 KERNELS = {"fwd": TritonKernel("accelerant.ops.rope.triton_kernels", "rope_fwd", widths=range(7, 15))}
 
 _PAIRS = 1024  # per program: 8 per thread of 4 warps, 16 bytes of each half

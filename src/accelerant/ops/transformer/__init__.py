@@ -135,8 +135,6 @@ def column_sums_each(x: Tensor, examples: int) -> Tensor:
 
 
 # --- self-attention of packed q, k and v -----------------------------------------------------------------------------
-
-
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of a packed (B, T, 3, H, D): q, k and v, (B, H, T, D) each."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -203,8 +201,6 @@ def attend_backward(
 
 
 # --- the gradient through GELU, and through a product and GELU -------------------------------------------------------
-
-
 def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
     dz = torch.ops.aten.gelu_backward(dy, z, approximate=approximate)
     return dz, functional.gelu(z, approximate=approximate), None if sums is None else _torch_columns(dz, sums)
@@ -331,8 +327,6 @@ def linear_dz(
 
 
 # --- the gradient through a norm, with its column sums ---------------------------------------------------------------
-
-
 def _triton_norm(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,

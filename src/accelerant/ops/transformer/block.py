@@ -511,8 +511,6 @@ def _norm_gradients(
 
 
 # --- embeddings and loss ---------------------------------------------------------------------------------------------
-
-
 class Embed(torch.autograd.Function):
     """tokens (B, T), table (V, D), positions (P, D), a dtype -> the sum of their rows (B, T, D), and the table itself.
 
@@ -619,8 +617,6 @@ tied_loss: Callable[..., Tensor] = TiedLoss.apply
 
 
 # --- the decoder layer -----------------------------------------------------------------------------------------------
-
-
 class DecoderSpec(NamedTuple):
     """The configuration of a decoder layer: eps of both norms; heads of queries, and of keys and values.
 

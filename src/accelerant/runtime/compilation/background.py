@@ -54,8 +54,6 @@ work(parent)
 
 
 # --- attempts --------------------------------------------------------------------------------------------------------
-
-
 class NotCompiledError(Exception):
     """A kernel is not compiled yet; if it is to be skipped, the attempt goes on to find the others that it needs."""
 
@@ -166,8 +164,6 @@ def awaited() -> Iterator[None]:
 
 
 # --- the parent's side -----------------------------------------------------------------------------------------------
-
-
 class _Child:
     """A compiling process; threads write to it and read from it, so that nobody else waits for it."""
 
@@ -329,8 +325,6 @@ def _count() -> int:
 
 
 # --- the child's side ------------------------------------------------------------------------------------------------
-
-
 def work(parent: int) -> None:
     """Compile the kernels that standard input asks for, one a line; answer each with its key, and its code or error."""
     answers = os.fdopen(os.dup(1), "w")

@@ -267,7 +267,6 @@ def _nvrtc_version() -> str:
 
 
 # --- AMD: hiprtc -----------------------------------------------------------------------------------------------------
-
 HIP_DIALECTS = ("portable",)  # dialects that are compiled
 
 _FOR_HIPRTC = ("-Wno-unused-command-line-argument",)
@@ -321,8 +320,6 @@ def _options(source: KernelSource) -> list[str]:
 
 
 # --- the child process -----------------------------------------------------------------------------------------------
-
-
 def _ask(what: str, **asked: Any) -> dict[str, Any]:
     """Let a child process compile text, or name hiprtc's version; an architecture it does not know may crash it."""
     names = [*library_names("hiprtc"), *library_names("amdhip64")]
@@ -408,8 +405,6 @@ KIB = 1024
 
 
 # --- occupancy -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class MultiprocessorLimits:
     """Capacity of one multiprocessor: resident warps and blocks, shared memory, named barriers (0: no limit).
@@ -496,8 +491,6 @@ def _round_up(number: int, unit: int) -> int:
 
 
 # --- inspection ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class CompilerMessage:
     """An error or warning ("severity") of the compiler.
@@ -673,7 +666,6 @@ def inspect_amd(
 
 
 # --- the compiler's output -------------------------------------------------------------------------------------------
-
 _HEAD = re.compile(
     r"^(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?(?P<severity>error|warning|note|remark)"
     r"(?: #[\w-]+)?: (?P<text>.*)$"

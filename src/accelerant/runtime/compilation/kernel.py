@@ -406,7 +406,6 @@ def header_hashes(text: str, folders: Iterable[Path]) -> list[tuple[str, str]]:
 
 
 # --- WGSL ------------------------------------------------------------------------------------------------------------
-
 _TYPES = {"f32": "f32", "bool": "u32", **dict.fromkeys(("i8", "i16", "i32", "i64"), "i32")}
 _TYPES |= dict.fromkeys(("u8", "u16", "u32", "u64"), "u32")
 

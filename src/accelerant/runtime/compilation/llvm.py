@@ -127,7 +127,6 @@ class FunctionBuilder:
         return "\n".join([f"{self._head} {{", *self._stack, *self._lines, "}\n"])
 
     # --- any instruction ---------------------------------------------------------------------------------------------
-
     def __call__(self, instruction: str, type: str = "") -> Value:
         """Append an instruction that has a result of a type; return the result."""
         self._values += 1
@@ -162,7 +161,6 @@ class FunctionBuilder:
         return operand if isinstance(operand, str) else constant(kind, operand)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
-
     def op(self, operation: str, x: Operand, y: Operand) -> Value:
         """Append a binary operation: "add", "sub nsw", "lshr", "fmul"."""
         kind = self._type(x, y)
@@ -203,7 +201,6 @@ class FunctionBuilder:
         return self(f"bitcast {self.typed(x)} to {kind}", kind)
 
     # --- calls -------------------------------------------------------------------------------------------------------
-
     def call(self, result: str, name: str, *operands: Operand, convention: str = "") -> Value:
         """Append a call of a function; a call of result "void" has the empty value."""
         arguments = ", ".join(map(self.typed, operands))
@@ -225,7 +222,6 @@ class FunctionBuilder:
         return self.intrinsic("i64", "llvm.smin.i64", *(Value(str(number), "i64") for number in (x, y)))
 
     # --- vectors and arrays ------------------------------------------------------------------------------------------
-
     def broadcast(self, x: Operand, lanes: int) -> Value:
         """Append a vector with a scalar in every lane."""
         kind = vector(self._type(x), lanes)
@@ -269,7 +265,6 @@ class FunctionBuilder:
         return joined
 
     # --- memory ------------------------------------------------------------------------------------------------------
-
     def stack(self, element: str, count: Operand = 1, align: int = 0) -> Value:
         """Return a pointer to `count` elements on the stack, for the whole call."""
         name = f"%stack{len(self._stack)}"
@@ -313,7 +308,6 @@ class FunctionBuilder:
         self.intrinsic("void", f"llvm.masked.store.{suffix(self._type(value))}.p0", value, *operands)
 
     # --- control -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def loop(self, first: Operand, stop: Operand, step: Operand = 1) -> Iterator[Value]:
         """Append a loop over i from first to below stop; yields i."""

@@ -186,8 +186,6 @@ _HOST_HEADERS = {
 
 
 # --- parts of a declaration ------------------------------------------------------------------------------------------
-
-
 def _name_after(plain: str, start: int, closing_of: Mapping[int, int]) -> tuple[str, int] | None:
     """Return the function's name after a mark, and the position of its parenthesis; None where none follows."""
     position = start
@@ -317,8 +315,6 @@ def _kind(words: list[str], dialect: str) -> str | None:
 
 
 # --- index checks ----------------------------------------------------------------------------------------------------
-
-
 # y[i] = x[i + 1];    becomes    y[acl_checked(i, bytes of y / sizeof(*y), 1, line, report)] = x[acl_checked(...)];
 # An index out of bounds is replaced by 0, and the first one is written to the report.
 

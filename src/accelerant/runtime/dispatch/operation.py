@@ -281,7 +281,6 @@ class Operation:
         return implementation.refuses(case) if implementation.refuses else None
 
     # --- the choice --------------------------------------------------------------------------------------------------
-
     def _choose(self, case: Case, plans: dict[Any, DispatchEntry], args: tuple[Any, ...]) -> DispatchEntry:
         """Make the plan of a case under the rules in force, with a race on the arguments if they ask for one."""
         refusals = self.refusals(case)
@@ -432,7 +431,6 @@ class Operation:
         return attempted
 
     # --- failures ----------------------------------------------------------------------------------------------------
-
     def _apply_policy(self, case: Case, plan: DispatchEntry) -> None:
         """Raise the error of a broken preferred implementation, or count the fallback, as the setting says."""
         if settings().fallback == "forbid":

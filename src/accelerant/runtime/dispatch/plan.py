@@ -191,8 +191,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 # --- the setting debug -----------------------------------------------------------------------------------------------
-
-
 def checked(run: Callable[..., Any], named: str, *, mutates: bool) -> Callable[..., Any]:
     """Return an implementation that raises DivergenceError for a NaN, and an infinity of finite inputs; calls wait.
 

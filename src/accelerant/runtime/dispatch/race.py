@@ -114,7 +114,6 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 # --- sources of an op ------------------------------------------------------------------------------------------------
-
 _PACKAGE = "accelerant"
 _ROOT = Path(__file__).parents[2]
 _FOLLOWED = re.compile(rf"{_PACKAGE}\.(ops|algebra|privacy)\.")
@@ -204,8 +203,6 @@ def _stripped(path: Path) -> str:
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
-
-
 class Choices:
     """Shipped measurements, and local ones in `root`, by default the folder `choices` of the settings' cache."""
 
@@ -294,7 +291,6 @@ class Choices:
         return {**head, "entries": dict(sorted(local.items()))}
 
     # --- files -------------------------------------------------------------------------------------------------------
-
     def _path(self, model: str) -> Path:
         return self.root / f"{re.sub(r'[^A-Za-z0-9_.() -]', '_', model) or 'unnamed'}.json"
 

@@ -89,8 +89,6 @@ class MemoryStatistics(JsonRecord):
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
-
-
 def apply_limit(fraction: float | Literal["auto"] | None = None, device: DeviceLike = None) -> int:
     """Limit this process to a fraction of a device's memory, and return the limit in bytes.
 
@@ -175,8 +173,6 @@ def _cuda_limit(limit_bytes: int, device: ComputeDevice) -> Iterator[None]:
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
-
-
 def statistics(device: DeviceLike = None) -> MemoryStatistics:
     """Return the state of a device's memory and of this process's pool on it."""
     target = find_device(device)
@@ -274,8 +270,6 @@ def trim(device: DeviceLike = None) -> int:
 
 
 # --- when it runs out ------------------------------------------------------------------------------------------------
-
-
 _ASKED = re.compile(r"([\d.,]+) (bytes|KiB|MiB|GiB|TiB)(?= asked)|ried to allocate ([\d.,]+) (bytes|KiB|MiB|GiB|TiB)")
 _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
@@ -360,8 +354,6 @@ def size_text(size_bytes: int) -> str:
 
 
 # --- owners ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryOwner:
     """A live storage on a device.

@@ -213,8 +213,6 @@ class _Workspace:
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
-
-
 def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int) -> tuple[int, int]:
     """Return the bytes of an optimizer's state and of its step's temporaries, by a run on the meta device."""
     if not isinstance(step.target, nn.Module):
@@ -276,8 +274,6 @@ def _meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 # --- the real run ----------------------------------------------------------------------------------------------------
-
-
 def measure_step(
     step: ModelStep, inputs: tuple[Any, ...], device: torch.device, optimizer: OptimizerLike | None = None, *,
     limit_bytes: int | None = None, placeholder: tuple[int, int] = (0, 0),

@@ -89,7 +89,6 @@ def matrix_dtypes(major: int, minor: int) -> list[str]:
 
 
 # --- MIG and the choice of devices -----------------------------------------------------------------------------------
-
 _INDEX = re.compile(r"\d+")
 _GPU = re.compile(r"GPU-[0-9a-fA-F-]+")
 _SLICE = re.compile(r"MIG-(?:GPU-[0-9a-fA-F-]+/\d+/\d+|[0-9a-fA-F-]+)")

@@ -169,8 +169,6 @@ def torch_provider(torch_type: str) -> TorchProvider:
 
 
 # --- AMD -------------------------------------------------------------------------------------------------------------
-
-
 class RocmProvider(TorchProvider):
     """AMD GPUs, as torch numbers them."""
 

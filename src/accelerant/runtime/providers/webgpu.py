@@ -259,7 +259,6 @@ class _WebgpuDevice:
         )
 
     # --- memory ------------------------------------------------------------------------------------------------------
-
     def take(self, size_bytes: int) -> Any:
         """Return a buffer of the pool, or a new one; a pool of a quarter of the memory is emptied before."""
         try:
@@ -304,7 +303,6 @@ class _WebgpuDevice:
         content[:] = np.frombuffer(found, np.uint8)[: content.nbytes]
 
     # --- programs ----------------------------------------------------------------------------------------------------
-
     def build(self, source: KernelSource, text: str) -> Binary:
         """Let the driver check a module, and return its text as the "code"."""
         self._module(source.name, text)
@@ -378,7 +376,6 @@ class _WebgpuDevice:
         return program.pipelines[block]
 
     # --- the queue ---------------------------------------------------------------------------------------------------
-
     def dispatch(
         self, program: _Program, block: tuple[int, int, int], groups: tuple[int, int, int],
         parts: Sequence[_Binding], values: Sequence[int | float],

@@ -218,7 +218,6 @@ class WorkerProcess(Child):
         return self._ledger
 
     # --- the process -------------------------------------------------------------------------------------------------
-
     def arguments(self) -> list[str]:
         """Return the device and the operations."""
         return [f"--device={self.device}", f"--operations={self._operations}"]
@@ -258,7 +257,6 @@ class WorkerProcess(Child):
         super().kill(reason)
 
     # --- calls and the job -------------------------------------------------------------------------------------------
-
     def send_calls(self, calls: list[Call]) -> None:
         """Send a batch; the worker must have none."""
         self.launches = launches_of(calls)

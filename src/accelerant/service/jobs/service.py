@@ -110,7 +110,6 @@ class JobService:
         self._seconds = 1.0  # of a job, averaged over the latest
 
     # --- life --------------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
         """Open the store, take over what was left, start workers until one is ready; ConfigError, ServiceError."""
         volume = await self._in_thread(open_directory, self._directory)
@@ -288,7 +287,6 @@ class JobService:
         return self.operations[operation]
 
     # --- short calls -------------------------------------------------------------------------------------------------
-
     async def call(self, request: JobRequest) -> dict[str, np.ndarray]:
         """Run a short call as `call_on` does, and return its result."""
         return (await self.call_on(request))[0]
@@ -349,7 +347,6 @@ class JobService:
         self._feed()
 
     # --- jobs: callers -----------------------------------------------------------------------------------------------
-
     async def submit(self, request: JobRequest) -> Job:
         """Accept a job, durable when this returns; QueueFull for too many or large ones, StoreUnavailable else."""
         self._require_accepting(request.operation)
@@ -418,7 +415,6 @@ class JobService:
         return job
 
     # --- jobs: workers -----------------------------------------------------------------------------------------------
-
     async def _job_loop(self, worker: WorkerProcess) -> None:
         while True:
             await worker.ready.wait()
@@ -516,7 +512,6 @@ class JobService:
             self._reporting.discard(id)
 
     # --- keeping the store -------------------------------------------------------------------------------------------
-
     @property
     def _poll_s(self) -> float:
         return min(1.0, self._lease_s / 4)
@@ -601,7 +596,6 @@ class JobService:
                 self._wiped.add(id)
 
     # --- files -------------------------------------------------------------------------------------------------------
-
     def _folder(self, id: str) -> Path:
         return self._directory / "jobs" / id
 
@@ -627,7 +621,6 @@ class JobService:
         self._wipe_inputs(id)
 
     # --- statistics and events ---------------------------------------------------------------------------------------
-
     def stats(self) -> QueueStats:
         """Return the state of queue and workers."""
         states, size = self._counts

@@ -156,7 +156,6 @@ class JobStore:
             yield connection
 
     # --- schema ------------------------------------------------------------------------------------------------------
-
     def upgrade(self, migrations: Path = _MIGRATIONS, known: int = REVISION) -> None:
         """Create or upgrade the schema, but for one newer than `known`; ConfigError if that excludes this version."""
         config = Config(attributes={"version_table": _VERSION_TABLE})
@@ -179,7 +178,6 @@ class JobStore:
             )
 
     # --- callers -----------------------------------------------------------------------------------------------------
-
     def add(self, row: Mapping[str, Any], *, most_jobs: int, most_bytes: int, retry_after_s: float) -> Job:
         """Add a queued job; raise QueueFull if the queued jobs of all servers, or those of its key, reach a bound."""
         own = _jobs.c.key_id == row["key_id"]
@@ -245,7 +243,6 @@ class JobStore:
         return {row.state: row.total for row in rows}, sum(int(row.size or 0) for row in rows if row.state == _QUEUED)
 
     # --- the server that runs jobs -----------------------------------------------------------------------------------
-
     def claim(self, device: str, operations: Iterable[str], *, alone: bool = True) -> Claim | None:
         """Start an attempt of the next queued job on a device, or return None if there is none.
 

@@ -219,7 +219,6 @@ class QueueStats:
 
 
 # --- processes that exchange frames ----------------------------------------------------------------------------------
-
 _log = logging.getLogger("accelerant.service")
 
 _BACKOFF_S = (0.05, 10.0)
@@ -248,7 +247,6 @@ class Child:
         return self._process.pid if self._process is not None and self.ready.is_set() else None
 
     # --- what a kind of child does -----------------------------------------------------------------------------------
-
     def arguments(self) -> list[str]:
         """Return the arguments of the module, besides the socket."""
         raise NotImplementedError
@@ -265,7 +263,6 @@ class Child:
         raise NotImplementedError
 
     # --- the process -------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
         """Start the process, and start it again whenever it ends, until `close`."""
         pause, longest = _BACKOFF_S

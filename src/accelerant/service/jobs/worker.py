@@ -120,7 +120,6 @@ class Worker(ChildEnd):
             self.send({"kind": "ledger"}, {"ledger": np.frombuffer(text, np.uint8)})
 
     # --- the socket --------------------------------------------------------------------------------------------------
-
     def _serve(self) -> NoReturn:
         """Read frames in turns with the other thread; the one that reads calls runs them, as a hand-over takes time."""
         while True:
@@ -144,7 +143,6 @@ class Worker(ChildEnd):
                 context.lease = head["until"]
 
     # --- short calls -------------------------------------------------------------------------------------------------
-
     def _run_calls(self, launches: list[dict[str, Any]], body: memoryview) -> None:
         """Run the launches of a batch; one that fails is repeated call by call, to tell which call has the error."""
         offset = 0
@@ -206,7 +204,6 @@ class Worker(ChildEnd):
         return ["JobFailed", f"{operation} failed with {type(error).__name__}; the server's log has the details"]
 
     # --- jobs --------------------------------------------------------------------------------------------------------
-
     def _run_job(self, given: dict[str, Any], context: Context) -> None:
         """Run a job from its file of inputs, write the file of its result, and say how it ended."""
         answer: dict[str, Any] = {"kind": "ended", "id": given["id"], "attempt": given["attempt"]}

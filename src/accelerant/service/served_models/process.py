@@ -160,7 +160,6 @@ class ModelProcess(Child):
             stream.queue.put_nowait(error())
 
     # --- from the process --------------------------------------------------------------------------------------------
-
     def _began(self, head: dict[str, Any]) -> None:
         self.info = {name: value for name, value in head.items() if name not in ("kind", "arrays")}
 

@@ -132,8 +132,6 @@ async def embeddings(request: Request) -> Response:
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Answer:
     """The form of an answer, and what has come of it."""
@@ -243,8 +241,6 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
-
-
 async def _read(request: Request, kind: type[B]) -> B:
     """Return the body of a request, whose key must have the scope "generate"."""
     authorize(request.scope, "generate")

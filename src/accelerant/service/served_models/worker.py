@@ -244,7 +244,6 @@ class ModelWorker(ChildOfModel):
         return request
 
     # --- from the queue to the engine --------------------------------------------------------------------------------
-
     def _admit(self) -> NoReturn:
         """Submit the requests that wait, in the keys' turns, as blocks are free."""
         while True:
@@ -292,7 +291,6 @@ class ModelWorker(ChildOfModel):
             self._refuse(request.id, status, kind, str(error))
 
     # --- from the engine to the server -------------------------------------------------------------------------------
-
     def note(self, request: Waiting, choice: int, event: Token | Finished) -> None:
         """Queue an event for sending, unless the engine has failed: then the process ends, and its streams with it."""
         if self.engine.closed:

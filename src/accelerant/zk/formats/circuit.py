@@ -132,7 +132,6 @@ class R1cs(MappedFile):
         return uses
 
     # --- sections ------------------------------------------------------------------------------------------------
-
     @property
     def labels(self) -> npt.NDArray[np.uint64]:
         """Labels of the wires, (n_wires,), a read-only view of the file."""
@@ -299,7 +298,6 @@ def _combinations(matrices: list[Terms], n_constraints: int) -> npt.NDArray[np.u
 
 
 # --- .wtns -----------------------------------------------------------------------------------------------------------
-
 _WITNESS_HEADER, _VALUES = 1, 2
 _WITNESS_LAYOUT = FileFormat(
     "wtns", b"wtns", 2, {_WITNESS_HEADER: "header", _VALUES: "values"}, (_WITNESS_HEADER, _VALUES)

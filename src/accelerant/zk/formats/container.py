@@ -328,7 +328,6 @@ def write_container(
 
 
 # --- primes, points and words -----------------------------------------------------------------------------------------
-
 Which = Literal["q", "r"]
 
 _CHUNK_BYTES = 1 << 22  # bytes of a section that are validated at a time
@@ -394,8 +393,6 @@ def montgomery_points(curve: Curve[Any], points: U64) -> U64:
 
 
 # --- checks of whole sections ----------------------------------------------------------------------------------------
-
-
 def _check_words(file: MappedFile, number: int, at: int, field: Field, words: U64, what: str) -> None:
     """Raise FormatError if an element is not below the modulus; the message omits the value, which may be secret."""
     wrong = not_below(words.reshape(-1, field.limbs), field.modulus)
@@ -452,7 +449,6 @@ def points_facts(points: Mapping[str, U64], contributions: Sequence[Any]) -> dic
 
 
 # --- contributions ---------------------------------------------------------------------------------------------------
-
 KINDS = {0: "contribution", 1: "beacon"}
 _NAME, _ITERATIONS, _BEACON = 1, 2, 3
 _MAX_LENGTH = 255  # Bytes of a name or of a beacon: the format gives their length in one byte

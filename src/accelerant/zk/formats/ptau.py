@@ -116,7 +116,6 @@ class Ptau(container.MappedFile):
         return (0, _LAGRANGE) if self.prepared else (0,)
 
     # --- sections ------------------------------------------------------------------------------------------------
-
     def powers(self, name: Powers) -> U64:
         """Return the multiples of a point by tau^0, tau^1, ...: (2^power, words), or 2^(power+1) - 1 for tau_g1."""
         number, degree = _power_section(name)

@@ -150,7 +150,6 @@ def _multiples(curve: Curve[Any], point: Any) -> set[Any]:
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
-
 _PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)
 _NAMES = {
     _PROTOCOL: "protocol", _HEADER: "header", _IC: "IC", _COEFFICIENTS: "coefficients", _A: "A", _B1: "B1", _B2: "B2",
@@ -272,7 +271,6 @@ class Zkey(container.MappedFile):
         cursor.end()
 
     # --- sections ------------------------------------------------------------------------------------------------
-
     ic = _section(_IC, "Points of the public inputs, (n_public + 1, 2 limbs).")
     a = _section(_A, "A in G1, (n_vars, 2 limbs); may contain infinity.")
     b1 = _section(_B1, "B in G1, (n_vars, 2 limbs); may contain infinity.")

@@ -331,8 +331,6 @@ def _host_words(shape: tuple[int, ...], spaces: Sequence[MemorySpace]) -> U64:
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
-
-
 class SectionPoints:
     """A section's finite points, Montgomery form, on the host; `indices` of their scalars are None for all."""
 
@@ -455,8 +453,6 @@ class _DeviceSection:
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------
-
-
 class Queues:
     """Command queues of a device, the first with priority: CUDA streams, which wait for marks only; elsewhere one."""
 

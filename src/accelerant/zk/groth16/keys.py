@@ -68,8 +68,6 @@ def snarkjs_scalar_field(family: Family) -> Field:
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class SparseMatrix:
     """A matrix (CSR) of four-word values: row i has entries starts[i] to starts[i + 1]; equal places add up."""
@@ -186,8 +184,6 @@ def _rows_text(field: Field) -> str:
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
-
-
 class DeviceMatrix:
     """The stacked matrices A and B, of `n` rows each and `size_bytes` together, in the memory of a device."""
 
@@ -267,7 +263,6 @@ def _device_source(field: Field) -> KernelSource:
 
 
 # --- proving keys ----------------------------------------------------------------------------------------------------
-
 ProgressCallback = Callable[[str], None]
 
 SECTIONS = ("A", "B1", "B2", "C", "H")  # scalars: the witness, of C its private values, of H the quotient
@@ -342,8 +337,6 @@ def _automatic(domain_size: int) -> MemorySpace:
 
 
 # --- the CPU ---------------------------------------------------------------------------------------------------------
-
-
 class HostKey:
     """The sections and constraints of a key on the CPU, prepared for many witnesses."""
 

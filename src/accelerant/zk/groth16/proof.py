@@ -242,8 +242,6 @@ def _word(value: int) -> str:
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def most_public_bytes(n_public: int) -> int:
     """Return the most bytes of public.json that are read for so many inputs: 79 each, and room for spaces."""
     return 1024 + 256 * n_public

@@ -309,7 +309,6 @@ def _sum(curve: Curve[Any], *points: U64) -> U64:
 
 
 # --- kernels of a first proof, compiled in two processes -------------------------------------------------------------
-
 _PROGRAM = "import sys; from accelerant.zk.groth16.prover import work; work(sys.argv[1], int(sys.argv[2]))"
 
 _PAIRINGS = 4  # Pairings of a verification

@@ -186,7 +186,6 @@ def _coefficients(family: Family, a: Terms, b: Terms) -> npt.NDArray[np.void]:
 
 
 # --- multiples of one point ------------------------------------------------------------------------------------------
-
 _WIDTHS = range(2, 15)  # Bits of a digit. At 14 the table is 20 MB for BN254 G1.
 _CHUNK_POINTS = 1 << 16  # Points added at a time: enough for all cores, and they fit the second-level cache
 

@@ -271,8 +271,6 @@ def _canonical(curve: Curve[Any], words: U64) -> U64:
 
 
 # --- verification ----------------------------------------------------------------------------------------------------
-
-
 def verify(
     verification_key: VerificationKey | JsonSource, public: Any, proof: Proof | JsonSource | None = None
 ) -> bool:
@@ -439,7 +437,6 @@ def _prefixed(prefix: str, names: Mapping[str, str]) -> Iterator[None]:
 
 
 # --- a contract in Solidity -------------------------------------------------------------------------------------------
-
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,79}", re.ASCII)
 
 _KEYWORDS = """

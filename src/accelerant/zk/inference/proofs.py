@@ -207,7 +207,6 @@ def checked_bytes(name: str, data: Any) -> bytes:
 
 
 # --- Commitments to networks, and proofs of what they map an input to ------------------------------------------------
-
 _INVERTED = 1 << 18  # Denominators that are inverted at a time
 _SATURATED, _TABLES = 512, 1022  # Rows of table_rows where (255, d) with d > 0 and the tables of activations begin
 

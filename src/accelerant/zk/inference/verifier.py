@@ -47,8 +47,6 @@ def require(holds: bool, reason: str) -> None:
 
 
 # --- the extension field ---------------------------------------------------------------------------------------------
-
-
 def add(x: Element, y: Element) -> Element:
     """Return x + y."""
     return (x[0] + y[0]) % P, (x[1] + y[1]) % P
@@ -145,8 +143,6 @@ def fingerprint(alpha: Element, beta: Element, a: Element, b: Element, tag: Elem
 
 
 # --- the statement ---------------------------------------------------------------------------------------------------
-
-
 class Layer(NamedTuple):
     """The public part of a convolution; by default of a product with a matrix, which is one of an image of one pixel.
 
@@ -476,8 +472,6 @@ class Stack:
 
 
 # --- the transcript --------------------------------------------------------------------------------------------------
-
-
 def sha256(*parts: bytes) -> bytes:
     """Return the hash of the parts joined."""
     return hashlib.sha256(b"".join(parts)).digest()
@@ -585,8 +579,6 @@ def sumcheck(channel: Channel, claim: Element, rounds: int, degree: int) -> tupl
 
 
 # --- lookups ---------------------------------------------------------------------------------------------------------
-
-
 class Fractions:
     """Show sum_x h(x) = total with h(x) den(x) = num(x); den and num at `point` are the caller's, who calls `check`."""
 
@@ -616,8 +608,6 @@ def check_table(
 
 
 # --- openings --------------------------------------------------------------------------------------------------------
-
-
 class Tree:
     """A Merkle tree of 2^log_leaves leaves; the root is the hash of the level with at most 64 nodes, its cap."""
 
@@ -682,8 +672,6 @@ def check_openings(channel: Channel, stack: Stack, roots: Sequence[bytes], claim
 
 
 # --- statements ------------------------------------------------------------------------------------------------------
-
-
 class Commitment(NamedTuple):
     """A network whose weights have the Merkle root `root`; check_commitment returns those that are bytes."""
 

@@ -68,7 +68,6 @@ class Histories(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     # --- what is spent
-
     @rule(event=EVENTS, count=COUNTS)
     def record(self, event, count):
         for _ in range(count):
@@ -121,7 +120,6 @@ class Histories(RuleBasedStateMachine):
             assert after == before or self.ledger.unguarded  # all of it was merged, or is of this file
 
     # --- what happens to the files
-
     @rule(data=st.data(), goes_on=st.booleans())
     def damage(self, data, goes_on):
         TRIED["edits"] += 1
@@ -163,7 +161,6 @@ class Histories(RuleBasedStateMachine):
             self.ledger = PrivacyLedger(self.path)
 
     # --- what must hold
-
     def check(self, ledger):
         assert ledger.unguarded or ledger.epsilon(DELTA, "rdp") >= self.least * (1 - 1e-12)
 
