@@ -8,7 +8,7 @@ import time
 
 import mpmath
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedCase
@@ -104,10 +104,9 @@ def exact_epsilon(sigma, count, delta):
     (2.0, 1, 0.3), (40.0, 300, 1e-5),
 ])  # fmt: skip
 def test_epsilon_is_an_upper_bound_where_probabilities_round(sigma, count, delta):
-    """The composition's roundings grow with the count, and pass a small delta: epsilon was up to 2% too small."""
     exact = exact_epsilon(sigma, count, delta)
     found = epsilon(PrivacyEvent("gaussian", sigma, count=count), delta=delta)
-    assert exact <= found <= 1.05 * exact + 1e-4
+    assert exact <= found <= exact * (1 + 1e-7)
 
 
 @pytest.mark.slow
@@ -115,7 +114,6 @@ def test_epsilon_is_an_upper_bound_where_probabilities_round(sigma, count, delta
     sigma=st.floats(0.3, 300), count=st.sampled_from([1, 2, 7, 50, 300, 5000, 100_000]),
     exponent=st.floats(-16, -0.4), kinds=st.integers(1, 3),
 )  # fmt: skip
-@example(sigma=0.3, count=1, exponent=-1.0, kinds=1)  # 10^5 points of the distribution are summed
 @settings(max_examples=20, deadline=None)
 def test_a_gaussian_is_never_below_the_exact_value(sigma, count, exponent, kinds):
     delta, sigmas = 10**exponent, [sigma * (1 + k / 10) for k in range(kinds)]
@@ -123,7 +121,8 @@ def test_a_gaussian_is_never_below_the_exact_value(sigma, count, exponent, kinds
     if count / together**2 > 2000:
         return
     found = epsilon(*(PrivacyEvent("gaussian", s, count=count) for s in sigmas), delta=delta)
-    assert found >= exact_epsilon(together, count, delta) * (1 - 1e-12) - 1e-15
+    exact = exact_epsilon(together, count, delta)
+    assert exact * (1 - 1e-12) - 1e-15 <= found <= exact * (1 + 1e-6) + 1e-9
 
 
 def test_randomised_response_is_exact():

@@ -500,6 +500,8 @@ def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     Above 10^4, for more than 10^9 releases of a kind, and for the least deltas, it is the bound by Renyi divergence.
     """
     given, bound = delta, rdp_epsilon(counts, delta, _WHOLE_ORDERS)
+    if len(counts) == 1 and (release := next(iter(counts)))[::2] == ("gaussian", 1.0):
+        return min(bound, _gaussian_epsilon(release.noise_multiplier / math.sqrt(counts[release]), delta))
     if not counts or bound > _PLD_LIMIT or max(counts.values()) > _MAX_STEPS:
         return rdp_epsilon(counts, delta)
     delta = delta * (1 - _SUMMED) - _ROUNDED * (sum(counts.values()) + len(counts))
@@ -516,6 +518,27 @@ def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     except (ValueError, OverflowError):  # dp-accounting's logarithms, of a rate next to 1 or of hardly any noise
         return rdp_epsilon(counts, given)
     return min(epsilon, bound)  # both are upper bounds
+
+
+def _gaussian_epsilon(noise: float, delta: float) -> float:
+    """Return the epsilon of the Gaussian mechanism, rounded up: Balle and Wang 2018, arXiv:1805.06530, theorem 8."""
+
+    def excess(epsilon: float) -> float:
+        """Return how far delta at epsilon is above the given one, with 2^-36 for the roundings of each term."""
+        near, far = epsilon * noise - 0.5 / noise, epsilon * noise + 0.5 / noise
+        if far < 25:
+            mills = math.sqrt(math.pi / 2) * math.exp(far * far / 2) * math.erfc(far / math.sqrt(2))
+        else:  # Laplace's continued fraction
+            mills = 1 / reduce(lambda below, k: far + k / below, range(40, 0, -1), far)
+        above = math.erfc(near / math.sqrt(2)) / 2 * (1 + 2.0**-36)
+        return above - math.exp(-near * near / 2) / math.sqrt(2 * math.pi) * mills * (1 - 2.0**-36) - delta
+
+    if excess(0.0) <= 0:
+        return 0.0
+    low, high = 0.0, 0.5 / noise**2 + math.sqrt(-2 * math.log(delta)) / noise  # Chernoff's bound
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
 
 
 def _epsilon_by_interval(interval: float, counts: Mapping[Release, int], delta: float) -> float:
