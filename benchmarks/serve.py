@@ -9,7 +9,7 @@ uniform, greedy, ends of text ignored. The engines are `accelerant serve` over H
 without HTTP ("engine"), transformers' continuous batching ("continuous"), transformers' generate in batches of all
 users padded to the left ("generate"), and `vllm serve` ("vllm", where it is installed), each in a process of its own.
 
-Prints a table, what loses to a peer first; --out writes it as a record of benchmarks.
+Prints a table, what loses to a peer first; --out writes it as a record of benchmarks, after each engine.
 """
 
 from __future__ import annotations
@@ -336,16 +336,8 @@ def _measured(name: str, given: argparse.Namespace, folder: Path, users: int, wo
             asyncio.run(_load(url, requests, users))
             return summary(requests, _peak_bytes(pid, given.device))
     command = [
-        sys.executable,
-        "-m",
-        "benchmarks.serve",
-        "--worker",
-        name,
-        "--model",
-        str(folder),
-        "--users",
-        str(users),
-    ]
+        sys.executable, "-m", "benchmarks.serve", "--worker", name, "--model", str(folder), "--users", str(users),
+    ]  # fmt: skip
     done = subprocess.run([*command, "--device", given.device], capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it ended")
@@ -406,8 +398,11 @@ def main(arguments: list[str] | None = None) -> None:
                     figures = _measured(name, given, folder, users, work)
                 except (RuntimeError, OSError, subprocess.SubprocessError) as error:
                     print(f"{name}, {users} users: failed: {error}", file=sys.stderr)
-                else:
-                    record.rows += rows_of(model, users, name, figures)
+                    continue
+                print(f"{name}, {users} users: {figures['tokens_s']:,.1f} tokens/s", file=sys.stderr)
+                record.rows += rows_of(model, users, name, figures)
+                if given.out:
+                    record.save(given.out)
     record.conclude()
     print(record.table())
     if given.out:
