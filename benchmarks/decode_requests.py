@@ -72,6 +72,7 @@ class _Served:
         self.load, self.prompts = load, load.prompts(model.config.vocab_size).tolist()
         self.first: list[float] = []
         self.between: list[float] = []
+        self.decoded: list[float] = []  # tokens per second once every request has its first one
 
     def __call__(self) -> None:
         """Serve the requests."""
@@ -93,12 +94,15 @@ class _Served:
                 raise AccelerantError(f"decode: {clock.error}")
             self.first.append(clock.times[0] - began)
             self.between += [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+        last, end = max(clock.times[0] for clock in clocks), max(clock.times[-1] for clock in clocks)
+        self.decoded.append(sum(at > last for clock in clocks for at in clock.times) / max(end - last, 1e-9))
         return [clock.tokens for clock in clocks]
 
     def note(self) -> str:
-        """Return the times of the rounds so far."""
-        first, between = sorted(self.first), sorted(self.between)
+        """Return the rate of decoding alone, which prompts do not slow, and the times of the rounds so far."""
+        first, between, decoded = sorted(self.first), sorted(self.between), sorted(self.decoded)
         return (
+            f"{decoded[len(decoded) // 2]:,.1f} tokens/s after the last prompt; "
             f"first token {1e3 * first[len(first) // 2]:,.1f} ms p50, {1e3 * first[len(first) * 99 // 100]:,.1f} p99; "
             f"between tokens {1e3 * between[len(between) // 2]:,.2f} ms p50"
         )
@@ -146,6 +150,7 @@ def _in_turns(
             if isinstance(call, _Served) and round_ == 1:
                 call.first.clear()
                 call.between.clear()
+                call.decoded.clear()
             try:
                 milliseconds, peaks[way] = _measured(call, where)
             except (RuntimeError, AccelerantError, AttributeError, TypeError, ValueError) as error:
