@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accelerant.bench.record import COMPILED, EAGER, OURS
 from accelerant.nn import PatchReport, patch
 
-__all__ = ["DYNAMIC", "FAMILIES", "LOOPS", "RUNNERS", "TORCH", "Cell", "Family", "Loop", "Running", "running"]
+__all__ = ["DYNAMIC", "FAMILIES", "LOOPS", "RUNNERS", "TORCH", "Cell", "Family", "Loop", "Running", "move", "running"]
 
 TORCH, DYNAMIC = "torch", "torch.compile, dynamic"
 RUNNERS = {"torch": TORCH, "patched": OURS, "patched-compiled": COMPILED, "compile": DYNAMIC, "eager": EAGER}
@@ -160,6 +160,7 @@ class Running:
         batches: batches on the host, which the loop repeats; `at` is the number of those that it has taken.
         low: the dtype of autocast; None without.
         report: what patch did; None of other runners.
+        graded: called after the backward passes of a step, before its gradients are clipped.
     """
 
     model: Any
@@ -169,6 +170,7 @@ class Running:
     low: torch.dtype | None
     report: PatchReport | None = None
     at: int = 0
+    graded: Callable[[], None] = lambda: None
 
     def batch(self) -> dict[str, Any]:
         """Return the next batch on the device, its floats in the dtype of the weights."""
@@ -197,6 +199,7 @@ def _training(this: Running, micro_batches: int = 1) -> Iterator[Tensor]:
             loss = this.loss() / micro_batches
             loss.backward()
             losses.append(loss.detach())
+        this.graded()
         nn.utils.clip_grad_norm_(parameters, _CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -444,7 +447,7 @@ def _add_noise(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def _move(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+def move(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Move each weight by at most half a unit in the last place of a dtype, as another rounding would."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     with torch.no_grad():
@@ -472,7 +475,7 @@ def running(
         _add_noise(model)
     model = cell.how.prepare(model.to(torch.bfloat16 if cell.bfloat16 else torch.float32).train())
     if moved:
-        _move(model, cell.low or next(model.parameters()).dtype, moved)
+        move(model, cell.low or next(model.parameters()).dtype, moved)
     call, report = model, None
     if runner.startswith(OURS):
         report = patch(model, graph=False if runner == EAGER else None)

@@ -42,14 +42,14 @@ def test_two_families_in_three_loops_by_the_command(tmp_path, capsys):
     assert measured == {
         *((family, loop, runner) for family, loop in {*trained, ("llama", "generate")}
           for runner in ("torch", "accelerant")),
-        *((f"{family} {what}", loop, "accelerant") for family, loop in trained for what in ("results", "weights")),
+        *((f"{family} {what}", loop, "accelerant") for family, loop in trained for what in ("results", "gradients")),
         *((f"{family} {what}", loop, "accelerant") for family, loop in {*trained, ("llama", "generate")}
           for what in ("first steps", "over torch")),
         ("llama results", "generate", "accelerant"),
     }  # fmt: skip
     rows = BenchmarkRecord.load(tmp_path / "record.json").rows
     for row in rows:
-        if row.unit == "ppm":  # tokens are equal, losses and weights within the bound
+        if row.unit == "ppm":  # tokens are equal, losses and gradients within the bound
             assert row.reached
             assert row.target >= row.p50
             assert (row.error == 0.0) or not row.case.startswith("generate")
@@ -156,12 +156,27 @@ def test_the_notes_count_cells_that_are_slower_than_they_were_and_than_torch_com
 
 @pytest.mark.parametrize(("own", "wrong"), [(1.001, False), (0.9985, False), (0.998, True), (1.01, True)])
 def test_what_differs_more_than_two_runs_must_be_about_as_near_to_float32(own, wrong):
-    results = [loops._Results([torch.tensor(value)]) for value in (own, 1.001, 1.0011, 1.001)]
+    results = [[torch.tensor(value)] for value in (own, 1.001, 1.0011, 1.001)]
     row = Row("loops", "a", "fixed, 8 x 256", "accelerant", "")
-    (first,) = loops._compared(row, results[0], results[1:])
-    assert bool(first.wrong) is (own != 1.001)
-    (found,) = loops._compared(row, results[0], results[1:], loops._Results([torch.tensor(1.0)]))
-    assert bool(found.wrong) is wrong
+    assert bool(loops._compared(row, results[0], results[1:]).wrong) is (own != 1.001)
+    assert bool(loops._compared(row, results[0], results[1:], [torch.tensor(1.0)]).wrong) is wrong
+
+
+@pytest.mark.parametrize(("own", "wrong"), [
+    (1.001, ""), (0.9985, ""), (0.998, "b"), (None, "b"), (float("nan"), "b"),
+])  # fmt: skip
+def test_each_parameters_gradients_are_about_as_near_to_float32(own, wrong):
+    def grads(value):
+        return [torch.tensor([100.0, 0.0]), None if value is None else torch.tensor([value]), None]
+
+    gradients = loops._Gradients(["a", "b", "frozen"], torch.float32)
+    for _ in range(2):
+        gradients.add([grads(value) for value in (1.001, 1.0011, 1.001, 1.0, own)])
+    row = Row("loops", "a", "fixed, 8 x 256", "accelerant", "")
+    found = gradients.compared(row, 4, range(3), 3)
+    assert bool(found.wrong) is bool(wrong)
+    assert not wrong or f" of {wrong}, 2 steps; " in found.note
+    assert bool(gradients.compared(row, 4, range(3), None).wrong) is (own != 1.001)
 
 
 @pytest.mark.parametrize(("options", "message"), [
