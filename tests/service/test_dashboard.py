@@ -157,6 +157,10 @@ def test_it_fits_and_is_legible(page, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate(CONTRAST) == []
     assert page.problems == []
+    assert page.evaluate("new Set([...document.querySelectorAll('.top nav a')].map(one => one.offsetHeight)).size") == 1
+    note = "document.querySelector('.jobs .note')"
+    page.evaluate(f"{note}.textContent = 'a message of many words, '.repeat(9)")
+    assert page.evaluate(f"{note}.offsetWidth === {note}.parentElement.offsetWidth")  # the rest is cut off
     if width == 390:  # a table that is wider shows so by shadows, which covers hide at its ends
         table = "document.querySelector('#ledger .scroll')"
         assert page.evaluate(f"{table}.scrollWidth > {table}.clientWidth")
