@@ -3,8 +3,6 @@
 For a version the old name of what changed raises an error that says the new one; docs/migration.md lists them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ interfaces are no contract between releases: with others than VERSIONS nothing i
     LLM(model=..., quantization="accelerant_int8")        # or accelerant_int4, of weights in floating point
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 

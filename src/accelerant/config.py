@@ -29,8 +29,6 @@ logged with grid, block and host time. Messages go to Python's logger "acceleran
 program has set up logging itself.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os

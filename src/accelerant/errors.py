@@ -26,8 +26,6 @@ and one warning, FallbackWarning: another implementation or device ran than the 
 Messages state what was expected, what was given and what to do.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = [

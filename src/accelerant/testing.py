@@ -8,8 +8,6 @@
 `pytest tests/conformance --backend fake` shows that it keeps the contract of a provider.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence

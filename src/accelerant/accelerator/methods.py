@@ -5,8 +5,6 @@ Memory is shared through DLPack if an array is already on the device; the protoc
 consumer's streams. NumPy shares memory with CPU tensors.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -6,8 +6,6 @@ reference before anything is timed: a wrong result leaves a row without a time. 
 reason; an exception of ours fails the run, except a lack of memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

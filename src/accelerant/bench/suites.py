@@ -5,8 +5,6 @@ pinned memory are timed by the device's events, others by the host's clock from 
 with integer code of NumPy and torch; every sum is checked exactly first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -5,8 +5,6 @@ through the device's provider, its result compared with integer arithmetic, and 
 events; meanwhile NVML, which is independent of torch, reports the utilization and memory of an NVIDIA device.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import importlib.util

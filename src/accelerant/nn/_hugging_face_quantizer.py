@@ -1,7 +1,5 @@
 """What transformers asks of a model with LinearInt8 layers: what to save, and whether it can be trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.quantizers.base import HfQuantizer

@@ -5,8 +5,6 @@ Each class derives from torch's and has its state dict; only Linear is drawn fro
 parameters and their gradients keep the master dtype, and norms accumulate in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

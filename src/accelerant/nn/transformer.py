@@ -1,7 +1,5 @@
 """The parts of a transformer: its MLP, attention with heads, and the block of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ html_page.html. Texts are escaped, except those that a docstring calls HTML. Lin
 s0 to s5.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

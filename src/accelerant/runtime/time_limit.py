@@ -9,8 +9,6 @@ multiples between tasks and rows, trainings between steps, an Accelerator's call
 holds for the thread or asyncio task that entered the block, and for what it submits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

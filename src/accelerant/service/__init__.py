@@ -1,7 +1,5 @@
 """The service: the library over HTTP, with durable jobs on one worker process a device; and its clients."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from accelerant._lazy import lazy

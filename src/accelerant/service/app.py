@@ -4,8 +4,6 @@ POST /v2/models/NAME/infer runs an operation. Calls that are estimated to be sho
 others, and those with the header `Prefer: respond-async`, with 202 and a job. `run` serves it by uvicorn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -16,8 +16,6 @@
 Errors of the input are the library's own (accelerant.errors), also where a worker raised them.
 """
 
-from __future__ import annotations
-
 from accelerant import errors as library
 
 

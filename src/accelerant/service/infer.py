@@ -4,8 +4,6 @@
 call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -5,8 +5,6 @@ only. Each change replaces the file, and a running service reads it again within
 owns the jobs: it adds a secret, and the old one stays valid for a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -11,8 +11,6 @@ Ray Serve's proxy reads the requests, so its limits apply to headers and connect
 bodies and concurrency.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import signal

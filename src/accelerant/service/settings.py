@@ -22,8 +22,6 @@ Every setting but the four tables is also a variable ACCELERANT_SERVE_<NAME>, li
 sets ACCELERANT_SERVICE_HOST in each container beside a service of that name.)
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import sys

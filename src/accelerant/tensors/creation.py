@@ -1,7 +1,5 @@
 """Aten operations that create tensors (copies, constants, joins, random values) or index them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

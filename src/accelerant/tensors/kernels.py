@@ -6,8 +6,6 @@ operand is part of the text where it is 0 or 1, so that CPU devices load vectors
 T of expressions and a type I of indices. `opencl.py` and `webgpu.py` have the words, and products of matrices.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

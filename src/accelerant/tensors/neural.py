@@ -4,8 +4,6 @@ None of them has a kernel of its own: softmax is two reductions and an elementwi
 products around it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

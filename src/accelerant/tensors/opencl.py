@@ -1,7 +1,5 @@
 """The kernels of the aten table in OpenCL C: what `kernels.py` leaves to a language, and products of matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

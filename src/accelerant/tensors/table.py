@@ -3,8 +3,6 @@
 Most entries are one expression: `{0}`, `{1}`, ... are the operands, which are tensors or numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

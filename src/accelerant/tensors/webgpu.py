@@ -4,8 +4,6 @@ Expressions are evaluated in f32, in i32, or for int64, which WGSL lacks, in pai
 for operators. Elements of one and two bytes share a word, which is written by atomic operations.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import math

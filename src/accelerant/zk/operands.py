@@ -4,8 +4,6 @@ Points go inward (to a memory space, in Montgomery form, checked) and outward (c
 Scalars may be secret: no error shows one.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -12,8 +12,6 @@ Sums of long rows keep their digits: in float64 on the CPU, elsewhere with compe
 Accuracy and Stability of Numerical Algorithms, 4.3).
 """
 
-from __future__ import annotations
-
 import linecache
 import math
 import re

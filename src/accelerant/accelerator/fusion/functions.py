@@ -1,7 +1,5 @@
 """The functions of torch and NumPy that fused functions may call, on traced values."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import namedtuple

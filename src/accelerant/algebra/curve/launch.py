@@ -7,8 +7,6 @@ coordinates are function calls (COORD_MUL), so that NVRTC takes seconds, not min
 2^256.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -34,8 +34,6 @@ has y = 0. An element is a tuple of one or two packs (c0, c1), each in the arith
 unless said otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

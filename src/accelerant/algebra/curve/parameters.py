@@ -4,8 +4,6 @@ Each curve states b, the twist's non-residue and kind, and the generators; the r
 use: bn254 (EIP-196, EIP-197), y^2 = x^3 + 3, twisted by 9 + u; bls12_381 (EIP-2537), y^2 = x^3 + 4, twisted by 1 + u.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -23,8 +23,6 @@ Index i executes the parts of the code that the schedule lists, on the registers
 form. Time depends on the tape only. Tapes are kept in the disk cache of kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

@@ -27,8 +27,6 @@ with the larger c1, or c0 where c1 is zero.
 Input is untrusted, and checked but for points off the curve or the subgroup (launch.first_off). Not constant-time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import operator
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Words are contiguous arrays of a memory space with the field's dtype and shape, 
 canonical or in Montgomery form, x R mod p. All functions return new words in the form of their arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -22,8 +22,6 @@ Operands are below p, except that field_reduce, field_unreduced, field_to_montgo
 words, and so does y of a product whose x is below p. Other operands give undefined numbers, but no error.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager

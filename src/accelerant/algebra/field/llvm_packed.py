@@ -31,8 +31,6 @@ In memory an element is contiguous words, the least significant first; its Montg
 with load_left.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ the curve's parameter:
     bls12_381_*     Barreto-Lynn-Scott, x = -0xd201000000010000    EIP-2537
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from dataclasses import dataclass, field

@@ -27,8 +27,6 @@ Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows; Shou
 2014, J. Symbolic Computation 60.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence

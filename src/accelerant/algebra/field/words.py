@@ -4,8 +4,6 @@ An element is a number below the modulus, in the field's unsigned words (paramet
 along the last axis; a field of one limb has no such axis. Nothing here is constant-time: Python integers are not.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import os

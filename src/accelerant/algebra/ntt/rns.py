@@ -12,8 +12,6 @@ In LLVM IR a register has `lanes` neighbouring coefficients; products are those 
 ("halves").
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ It has few weights and no attention, so it learns short texts of bytes quickly o
 Source: Graves 2013, "Generating sequences with recurrent neural networks", arXiv:1308.0850, without skip connections.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

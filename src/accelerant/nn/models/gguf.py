@@ -6,8 +6,6 @@ name. The heads of a Llama's queries and keys are stored with the two halves of 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -7,8 +7,6 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ skipped, so that binary content never enters a corpus. Files are read in the ord
 always reads the same corpus. Blocks of all documents are held out: both parts have text of every large document.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import io

@@ -6,8 +6,6 @@ restarted for each epoch with random states from (seed, epoch), and a resumed ru
 batches in advance, and never calls CUDA, which would invalidate the capture of a graph.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The cases of the elementwise ops' tests and benchmarks."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The cases of the losses' tests and benchmarks."""
 
-from __future__ import annotations
-
 import torch
 
 from accelerant.ops._launch import STREAM

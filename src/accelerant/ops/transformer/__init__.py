@@ -3,8 +3,6 @@
 They are neither public functions nor torch ops: the autograd functions of block.py call them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -13,8 +13,6 @@ as is an entry, if it belongs to another user than root, may be written by the g
 Windows has no such modes. A folder that root wrote into the image of a container serves every user who may read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

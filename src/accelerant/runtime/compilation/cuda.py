@@ -3,8 +3,6 @@
 hiprtc runs in a child process: one that has loaded it, with its LLVM, aborts when PoCL loads another.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import ctypes

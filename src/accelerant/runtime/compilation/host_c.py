@@ -7,8 +7,6 @@ Each entry point becomes a function that runs the blocks [begin, end) of a grid 
 Threads of a block run in turn, row by row, as a loop; those that wait at a barrier have stacks of their own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

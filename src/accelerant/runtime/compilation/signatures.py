@@ -4,8 +4,6 @@ Conditions and macros with arguments are not evaluated, but `#define NAME TYPE`,
 parameters are. An argument of another type is refused by name; the caller may state the types.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Sources: CUDA compatibility guide (minimum drivers), CUDA C++ programming guide 
 variables), nvml.h (masks), MIG user guide (names of slices).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

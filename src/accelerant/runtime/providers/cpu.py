@@ -8,8 +8,6 @@ for the indices [begin, end) of the flattened range grid x block. A launch split
 in parallel since ctypes releases the GIL. It returns when the work is done: this backend has no streams.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

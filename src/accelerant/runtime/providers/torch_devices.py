@@ -4,8 +4,6 @@ No AMD GPU has run the ROCm provider: the self-test judges it before the automat
 "Module management" (hipModuleLoadData, hipModuleGetFunction, hipModuleLaunchKernel).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

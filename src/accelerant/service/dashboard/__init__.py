@@ -4,8 +4,6 @@ The page is static: HTML, CSS and JavaScript of this folder, which load nothing 
 data needs the scope "monitor" where the service demands keys.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable
 from functools import cache

@@ -5,8 +5,6 @@ that order until it would last longer than `batch_s` or pass `batch_bytes`. With
 operation with equal parameters, dtypes and trailing dimensions become one launch, joined along axis 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import itertools

@@ -6,8 +6,6 @@ The head lists each array's name, dtype and shape. Nothing is pickled. Numbers a
 arrays of uint8. `Child` and `ChildEnd` are the server's and the process's end of a socket pair with such frames.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

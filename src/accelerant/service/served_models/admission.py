@@ -1,7 +1,5 @@
 """Requests that wait for room: one queue a key, served in turns."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
 

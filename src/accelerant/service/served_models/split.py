@@ -4,8 +4,6 @@ The first process of a split model plans the steps, draws the tokens and talks t
 starts, get the inputs of each step through a socket and compute their part. All of them end with any one of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -17,8 +17,6 @@ r1csfile/doc/r1cs_bin_format.md (commit 1e48416), files of circom 2.2.
     2  the values, canonical, n8 bytes each: w[0] = 1, the outputs, the public inputs, the other wires
 """
 
-from __future__ import annotations
-
 import struct
 from array import array
 from dataclasses import dataclass

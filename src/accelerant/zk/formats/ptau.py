@@ -16,8 +16,6 @@
 container.py has the encoding of points and labels. Source: files of snarkjs 0.7.6.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

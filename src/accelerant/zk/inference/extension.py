@@ -1,7 +1,5 @@
 """Arrays over K = F[u]/(u^2 - 7), F Goldilocks, on the CPU: (2, ...) of canonical words, x = x[0] + u x[1]."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The prover's side of the protocol: commitments, sumchecks and openings; verifier.py has the messages' order."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import sys
