@@ -10,6 +10,8 @@ of matmul and attention.
 Importing this starts no driver and no compiler: a kernel is compiled, or read from the disk cache, when it first runs.
 """
 
+from __future__ import annotations
+
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 

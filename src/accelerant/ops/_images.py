@@ -3,6 +3,8 @@
 The transposing copy takes 0.055 ms for 64 x 256 x 56 x 56 of bfloat16 on an H200, torch's own copy 0.30.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

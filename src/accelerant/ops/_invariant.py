@@ -4,6 +4,8 @@ On the CPU the products are those of _rows.py. On a GPU the tile follows from th
 over K in the order of the columns, 16 in each instruction, and is never split.
 """
 
+from __future__ import annotations
+
 import functools
 
 import torch

@@ -5,6 +5,8 @@ autograd. The owner of the sink counts the calls of a pass, and ends it by autog
 (accelerant.privacy.dp.clipping).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Protocol
 

@@ -11,6 +11,8 @@ Layout: x (M, K) and y (M, N) float32, or float64 as the weight; the weight (N, 
 Bound:  one row: memory, or the conversion of the weight; many: the multiply-add units.
 """
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass
 

@@ -6,6 +6,8 @@ A package of one op is a folder of at most three files, which CONTRIBUTING.md de
 Other packages add ops by an entry point of the group "accelerant.ops" (`NAME = "package"`), or by `register`.
 """
 
+from __future__ import annotations
+
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Host side of a launch on Hopper: tensor maps of the copy engine (TMA), prepared launches, tiles of product.h."""
 
+from __future__ import annotations
+
 import ctypes
 import dataclasses
 import functools

@@ -4,6 +4,8 @@ Each has the signature and results of our kernels: lse is the natural logarithm,
 pass of one implementation and the backward pass of another can be combined.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import importlib.util

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of attention and attention_varlen."""
 
+from __future__ import annotations
+
 import itertools
 from typing import Any
 

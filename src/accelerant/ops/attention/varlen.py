@@ -1,5 +1,7 @@
 """attention_varlen: attention within each of several packed sequences."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """conv2d by the vendor's library, with the ledger and other algorithms for some cases."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

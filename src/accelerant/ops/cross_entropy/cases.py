@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of cross_entropy."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from typing import Any

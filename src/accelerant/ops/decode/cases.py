@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of attention_decode, and of the other steps of decoding."""
 
+from __future__ import annotations
+
 import itertools
 
 import torch

@@ -14,6 +14,8 @@ Layout: q and o (T, Hq, D) in float32, or float64 as the blocks; blocks (N, bloc
 Bound:  one token: memory; prompts: loads, one for each multiply-add.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

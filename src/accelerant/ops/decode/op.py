@@ -1,5 +1,7 @@
 """attention_decode: launches, reference, the public function, and the registration with torch."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

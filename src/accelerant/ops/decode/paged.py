@@ -4,6 +4,8 @@ A row of the batch is one sequence. Its result does not depend on the other rows
 one call, bit for bit: keys are summed in tiles of fixed length, counted from the sequence's beginning.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

@@ -4,6 +4,8 @@ They are for inference and have no gradient, and `append` changes the caches, so
 models of accelerant.nn call the functions below.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of dropout."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.dropout import GROUP, NUM_WARPS, kernel

@@ -1,5 +1,7 @@
 """The cases of the elementwise ops' tests and benchmarks."""
 
+from __future__ import annotations
+
 import math
 
 import torch

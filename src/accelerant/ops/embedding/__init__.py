@@ -1,5 +1,7 @@
 """embedding: reference, launches, the public function, implementations, registration with torch and autograd."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Sequence

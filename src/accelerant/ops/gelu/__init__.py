@@ -1,5 +1,7 @@
 """gelu: reference, implementations, the public function, registration with torch and autograd."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

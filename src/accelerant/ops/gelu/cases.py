@@ -1,5 +1,7 @@
 """The cases of gelu's tests and benchmark."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.gelu import backward_kernel, forward_kernel

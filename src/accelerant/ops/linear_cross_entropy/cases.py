@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of linear_cross_entropy."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

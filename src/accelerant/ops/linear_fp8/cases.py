@@ -1,5 +1,7 @@
 """Compiled kernels and test shapes of linear_fp8."""
 
+from __future__ import annotations
+
 from accelerant.ops._launch import quantizing_plan, row_constants
 from accelerant.ops.linear_fp8 import KERNELS as _KERNELS
 from accelerant.ops.linear_fp8 import dgelu_plan, gelu_plan

@@ -1,5 +1,7 @@
 """linear_gelu: reference, implementations, the public function, and the registration with torch and autograd."""
 
+from __future__ import annotations
+
 import ctypes
 import dataclasses
 import functools

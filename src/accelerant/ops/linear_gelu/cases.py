@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of linear_gelu."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.linear_gelu import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTile

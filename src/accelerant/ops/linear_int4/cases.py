@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of linear_int4."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.linear_int4.op import (

@@ -1,5 +1,7 @@
 """linear_int4: the packing of weights, reference, implementations, and the public function."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of linear_int8."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.linear_int8 import op as launch

@@ -1,5 +1,7 @@
 """linear_int8: reference, implementations, the public function, and the registration with torch and autograd."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

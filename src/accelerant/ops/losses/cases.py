@@ -1,5 +1,7 @@
 """The cases of the losses' tests and benchmarks."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops._launch import STREAM

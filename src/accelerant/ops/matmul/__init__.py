@@ -1,5 +1,7 @@
 """matmul and linear: the product is a library's; this adds the checks, the ledger, and oneDNN where it is faster."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of matmul."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.registry import Benchmark, Compilation, SampleInput, tolerances

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of the multi-tensor updates."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.multi_tensor import KERNELS as _KERNELS

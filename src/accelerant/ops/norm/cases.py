@@ -1,5 +1,7 @@
 """The cases of the norms' tests and benchmarks."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """max_pool2d and avg_pool2d: public functions, implementations, registration with torch and autograd."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of max_pool2d and avg_pool2d."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """quantize_int8: reference, launches, the public function, its implementations, registration with torch."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 

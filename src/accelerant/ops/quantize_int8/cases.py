@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of quantize_int8."""
 
+from __future__ import annotations
+
 import math
 
 import torch

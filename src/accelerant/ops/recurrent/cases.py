@@ -1,5 +1,7 @@
 """The compiled kernels of recurrent layers."""
 
+from __future__ import annotations
+
 import torch
 
 from accelerant.ops.recurrent import KERNELS as _KERNELS

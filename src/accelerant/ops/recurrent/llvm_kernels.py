@@ -15,6 +15,8 @@ Bound:  arithmetic of the product for several rows, 12 accumulators in AVX2's 16
         weights from the cache that they fit. A result does not depend on the other rows, nor on threads.
 """
 
+from __future__ import annotations
+
 import struct
 from dataclasses import dataclass
 

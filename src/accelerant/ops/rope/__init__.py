@@ -1,5 +1,7 @@
 """rope: reference, launch, the public function, its implementations, registration with torch and autograd."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Samples, benchmarks, tolerances and compiled kernels of rope."""
 
+from __future__ import annotations
+
 import math
 
 import torch

@@ -1,5 +1,7 @@
 """The cases of the tests and benchmarks of softmax and log_softmax."""
 
+from __future__ import annotations
+
 import math
 
 import torch

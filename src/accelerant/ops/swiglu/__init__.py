@@ -1,5 +1,7 @@
 """swiglu: reference, launches, implementations, the public function, registration with torch and autograd."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 

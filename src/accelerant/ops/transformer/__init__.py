@@ -3,6 +3,8 @@
 They are neither public functions nor torch ops: the autograd functions of block.py call them.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import math

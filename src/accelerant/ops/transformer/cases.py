@@ -1,5 +1,7 @@
 """Compiled kernels, test shapes and tolerances of the transformer's kernels."""
 
+from __future__ import annotations
+
 from accelerant.ops.embedding import constants, embedding_plan
 from accelerant.ops.registry import Compilation, tolerances
 from accelerant.ops.transformer import COLUMNS
