@@ -11,6 +11,7 @@ from accelerant import Accelerator, AcceleratorConfig, zk
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.methods import METHODS
 from accelerant.errors import AccelerantError, ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase
+from refusals import assert_raises
 from requirements import require_backend
 
 SIZES = (1, 7, 64, 33, 100, 16, 5)
@@ -176,10 +177,8 @@ def test_a_call_fails_whose_argument_failed(acc):
     assert raised.value.__notes__ == [
         "raised by call 0 of the batch, layer_norm", "3 of the batch's 5 calls failed; this is the first"
     ]  # fmt: skip
-    with pytest.raises(AccelerantError, match="the result of call 0, layer_norm, which failed"):
-        after.result()
-    with pytest.raises(ConfigError, match="the result of call 2, add_rms_norm, which returns 2 arrays"):
-        taken.result()
+    assert_raises(AccelerantError, "the result of call 0, layer_norm, which failed", after.result)
+    assert_raises(ConfigError, "the result of call 2, add_rms_norm, which returns 2 arrays", taken.result)
     assert torch.equal(good.result(), x.relu())
 
 
@@ -226,14 +225,11 @@ def test_a_batch_ends_once(acc):
     with pytest.raises(ZeroDivisionError), batch:
         raise ZeroDivisionError
     assert not answer.done()
-    with pytest.raises(AccelerantError, match="relu: its batch was left by an error before this call ran"):
-        answer.result()
-    with pytest.raises(AccelerantError, match="gelu: this batch has ended; make a new one"):
-        batch.gelu([1.0])
+    assert_raises(AccelerantError, "relu: its batch was left by an error before this call ran", answer.result)
+    assert_raises(AccelerantError, "gelu: this batch has ended; make a new one", batch.gelu, [1.0])
     with acc.batch() as other:
         late = other.relu(answer)
-        with pytest.raises(AccelerantError, match="has not ended yet"):
-            late.result()
+        assert_raises(AccelerantError, "has not ended yet", late.result)
         other._calls.clear()
 
 

@@ -11,6 +11,7 @@ import pytest
 from accelerant import config
 from accelerant.config import Settings, load, override, settings
 from accelerant.errors import ConfigError
+from refusals import assert_raises
 
 
 @pytest.fixture
@@ -82,8 +83,7 @@ def test_dispatch_is_told_while_what_it_depends_on_is_overridden():
     ({"ACCELERANT_FUZ": "1"}, "unknown environment variable 'ACCELERANT_FUZ'"),
 ])  # fmt: skip
 def test_values_without_meaning_are_refused(environ, message):
-    with pytest.raises(ConfigError, match=message):
-        load(environ)
+    assert_raises(ConfigError, message, load, environ)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -96,8 +96,7 @@ def test_values_without_meaning_are_refused(environ, message):
 ])  # fmt: skip
 def test_bad_files_are_refused(file, text, message):
     file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load({"ACCELERANT_CONFIG": str(file)})
+    assert_raises(ConfigError, message, load, {"ACCELERANT_CONFIG": str(file)})
 
 
 def test_override_is_undone_and_refuses_unknown_names():

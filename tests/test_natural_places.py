@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from refusals import assert_raises
+
 sys.path.append(str(Path(__file__).parent / "service"))
 from serving import Server
 
@@ -256,10 +258,8 @@ def test_what_does_not_load_is_left_out_with_a_warning(tmp_path):
 
 
 def test_a_form_that_cannot_be_registered_says_why():
-    with pytest.raises(ConfigError, match=r"there is no form 'rms_norn' \(did you mean 'rms_norm'"):
-        register_form("rms_norn", run)
-    with pytest.raises(ConfigError, match="has no source to compare"):
-        register_form("rms_norm", len)
+    assert_raises(ConfigError, r"there is no form 'rms_norn' \(did you mean 'rms_norm'", register_form, "rms_norn", run)
+    assert_raises(ConfigError, "has no source to compare", register_form, "rms_norm", len)
     activations = pytest.importorskip("transformers.activations", reason="transformers is optional")
     with pytest.raises(ConfigError, match="has the form 'gelu_new', not 'rms_norm'"):
         register_form("rms_norm", activations.NewGELUActivation.forward)

@@ -10,6 +10,7 @@ import pytest
 import accelerant
 from accelerant import _renamed
 from accelerant._renamed import missing_arguments, missing_names, renamed_arguments, renamed_names, understood_arguments
+from refusals import assert_raises
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 
@@ -83,10 +84,8 @@ def test_an_old_argument_of_a_function_or_class_names_the_new_one():
 
     assert train(0.5) == train(learning_rate=0.5) == 0.5
     assert Config(max_grad_norm=2.0).max_grad_norm == 2.0
-    with pytest.raises(TypeError, match=r"train\(\) has no argument lr= any more: it is learning_rate= now"):
-        train(lr=1)
-    with pytest.raises(TypeError, match=r"Config\(\) has no argument clip= any more: it is max_grad_norm= now"):
-        Config(clip=1)
+    assert_raises(TypeError, r"train\(\) has no argument lr= any more: it is learning_rate= now", train, lr=1)
+    assert_raises(TypeError, r"Config\(\) has no argument clip= any more: it is max_grad_norm= now", Config, clip=1)
 
 
 def test_another_usual_name_of_an_argument_is_understood():
@@ -103,15 +102,13 @@ def test_another_usual_name_of_an_argument_is_understood():
 @pytest.mark.usefixtures("registry_of_its_own")
 def test_an_old_name_of_a_module_names_the_new_one():
     get = renamed_names("accelerant.sums", {"Total": "accelerant.sums.Sum"}, {"other": 1}.__getitem__)
-    with pytest.raises(AttributeError, match=r"accelerant\.sums\.Total is accelerant\.sums\.Sum now"):
-        get("Total")
+    assert_raises(AttributeError, r"accelerant\.sums\.Total is accelerant\.sums\.Sum now", get, "Total")
     assert get("other") == 1
 
 
 @pytest.mark.usefixtures("registry_of_its_own")
 def test_a_module_without_getattr_keeps_its_error():
-    with pytest.raises(AttributeError, match="has no attribute 'other'"):
-        renamed_names("accelerant.sums", {})("other")
+    assert_raises(AttributeError, "has no attribute 'other'", lambda: renamed_names("accelerant.sums", {})("other"))
 
 
 @pytest.mark.parametrize(("path", "words"), [
@@ -159,8 +156,7 @@ def test_an_argument_of_another_library_says_what_to_write():
         return precision
 
     assert train("fp8") == train(precision="fp8") == "fp8"
-    with pytest.raises(TypeError, match=r'train\(\) has no argument bf16=: write precision="bfloat16"'):
-        train(bf16=True)
+    assert_raises(TypeError, r'train\(\) has no argument bf16=: write precision="bfloat16"', train, bf16=True)
 
 
 def test_a_function_of_numpy_that_an_accelerator_lacks_says_what_to_write():

@@ -17,6 +17,7 @@ from accelerant.config import settings
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
+from refusals import assert_raises
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -74,8 +75,7 @@ def test_calls_that_cannot_be_divided_run_on_one_device(acc):
     x = torch.randn(4, 4)
     torch.testing.assert_close(acc.softmax(x, 0), x.softmax(0))
     torch.testing.assert_close(acc.matmul(x, x), x @ x)
-    with pytest.raises(ShapeError):
-        acc.layer_norm(x, x[:, 0, None])
+    assert_raises(ShapeError, None, lambda: acc.layer_norm(x, x[:, 0, None]))
 
 
 @pytest.mark.parametrize("policy", ["warn", "forbid"])
@@ -91,8 +91,7 @@ def test_a_failure_on_another_device_falls_back_to_one(acc, policy, monkeypatch)
     acc._policy = policy
     x = torch.randn(6, 2)
     if policy == "forbid":
-        with pytest.raises(LaunchError, match="refused"):
-            acc.gelu(x)
+        assert_raises(LaunchError, "refused", acc.gelu, x)
     else:
         with pytest.warns(FallbackWarning, match="gelu: 3 devices is not used, cpu:0 is. LaunchError: refused"):
             torch.testing.assert_close(acc.gelu(x), torch.nn.functional.gelu(x))
@@ -149,8 +148,7 @@ def test_devices_are_a_number_or_named(monkeypatch):
     assert shared(None) == shared(1) == shared(["cuda:1"]) == [1]
     assert shared("all") == shared(3) == shared(("cuda:0", "cuda:1", "cuda:2", "cuda:2")) == [1, 0, 2]
     assert shared(["cuda:2", "cuda:1"]) == [1, 2]
-    with pytest.raises(ConfigError, match="devices must be cuda:1 and other GPUs of its kind"):
-        shared(["cuda:0", "cuda:2"])
+    assert_raises(ConfigError, "devices must be cuda:1 and other GPUs of its kind", shared, ["cuda:0", "cuda:2"])
 
 
 @pytest.mark.gpu

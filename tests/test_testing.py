@@ -8,6 +8,7 @@ from accelerant.algebra.field.program import field_add_source
 from accelerant.errors import ConfigError, DeviceLost, FallbackWarning, LaunchError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.testing import FakeProvider, fake_provider
+from refusals import assert_raises
 
 
 def work(fake):
@@ -47,8 +48,7 @@ def test_it_is_a_backend_only_inside_its_block():
         assert [device.label for device in acl.devices() if device.backend == "fake"] == ["fake:0", "fake:1"]
         assert acl.Accelerator("fake:1", fallback=False).field_add([1], [2]).tolist() == [3]
         assert fake.allocate(8, device=1).device == 1
-        with pytest.raises(OutOfMemory, match=r"4,097 bytes asked on fake:0; 4,096 of 4,096 free"):
-            fake.allocate(4097)
+        assert_raises(OutOfMemory, r"4,097 bytes asked on fake:0; 4,096 of 4,096 free", fake.allocate, 4097)
         with pytest.raises(acl.errors.AccelerantError, match="registered already"), fake_provider():
             pass
     assert "fake" not in registry.backends()
@@ -60,11 +60,9 @@ def test_a_planned_failure_is_raised_by_the_planned_call():
         fake.fail("allocate", after=1, times=2)
         fake.allocate(8)
         for _ in range(2):
-            with pytest.raises(LaunchError, match="asked to fail in allocate"):
-                fake.allocate(8)
+            assert_raises(LaunchError, "asked to fail in allocate", fake.allocate, 8)
         fake.allocate(8)
-        with pytest.raises(ConfigError, match="no method 'alocate'; there are allocate"):
-            fake.fail("alocate")
+        assert_raises(ConfigError, "no method 'alocate'; there are allocate", fake.fail, "alocate")
 
 
 def test_a_program_sees_failures_as_of_a_real_device():
@@ -74,8 +72,7 @@ def test_a_program_sees_failures_as_of_a_real_device():
         with pytest.warns(FallbackWarning, match="fake:0 is not used, cpu is.*full"):
             assert acc.field_add([1], [2]).tolist() == [3]
         fake.fail("launch", DeviceLost("gone"))
-        with pytest.raises(DeviceLost, match="gone"):
-            acc.field_add([1], [2])
+        assert_raises(DeviceLost, "gone", acc.field_add, [1], [2])
         assert acc.metrics()["field_add"]["fallbacks"] == 1
 
 

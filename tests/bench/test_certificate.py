@@ -16,6 +16,7 @@ from accelerant.ops.registry import Tolerance, public_ops
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import operations
 from accelerant.testing import FakeProvider, fake_provider
+from refusals import assert_raises
 
 CPU = [registry.find_device("cpu")]
 
@@ -136,17 +137,14 @@ def test_what_was_changed_does_not_load(tmp_path, capsys):
     content = json.loads(path.read_text())
     content["rows"][0]["verdict"] = "exact"
     path.write_text(json.dumps(content))
-    with pytest.raises(FormatError, match="was changed: its SHA-256 is"):
-        Certificate.load(path)
+    assert_raises(FormatError, "was changed: its SHA-256 is", Certificate.load, path)
     path.write_text("[]")
-    with pytest.raises(FormatError, match="is no certificate"):
-        Certificate.load(path)
+    assert_raises(FormatError, "is no certificate", Certificate.load, path)
 
 
 @pytest.mark.slow
 def test_unknown_ops_and_absent_devices_are_refused():
-    with pytest.raises(ConfigError, match="no op abacus; there are adamw_step, add, "):
-        certify(CPU, ops=["gelu", "abacus"])
+    assert_raises(ConfigError, "no op abacus; there are adamw_step, add, ", certify, CPU, ops=["gelu", "abacus"])
     with pytest.raises(ConfigError, match="no device"):
         certify([device for device in registry.devices() if not device.available])
 

@@ -21,6 +21,7 @@ from accelerant.errors import AccelerantError, ConfigError, FormatError, Unsuppo
 from accelerant.ops.registry import Benchmark, Indices, SampleInput, public_op
 from accelerant.runtime import registry
 from clock import Clock
+from refusals import assert_raises
 
 CEILINGS = {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0}
 LARGE_CEILINGS = {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}
@@ -136,8 +137,7 @@ def test_sizes_are_numbers_powers_and_ranges_by_doubling():
         (128,), (256,), (512,), (8, 5), (4, 1), (4, 2), (8, 1), (8, 2),
     ]  # fmt: skip
     for text in ("", "4x", "0", "8..4", "-1", "4.5", "2^", "9" * 13, "2..2^40x1..2^40"):
-        with pytest.raises(ConfigError, match="--size: "):
-            neural_cases.parse_sizes([text])
+        assert_raises(ConfigError, "--size: ", neural_cases.parse_sizes, [text])
 
 
 @pytest.mark.parametrize(("op", "size", "shapes"), [
@@ -167,8 +167,7 @@ def test_every_op_without_stated_positions_takes_a_size():
     assert float(probabilities.min()) > 0
     assert float(targets.max()) < 1
     for op in stated:
-        with pytest.raises(ConfigError, match="state positions of its rows"):
-            neural_cases.sized(op, (4,))
+        assert_raises(ConfigError, "state positions of its rows", neural_cases.sized, op, (4,))
     with pytest.raises(ConfigError, match="matmul takes 2 numbers, or 3, for example 8192x4096; got 1x2x3x4"):
         neural_cases.sized("matmul", (1, 2, 3, 4))
 
@@ -200,8 +199,7 @@ def test_baselines_compute_what_the_reference_does(op):
 def test_large_weights_are_not_made_into_lists():
     with pytest.raises(UnsupportedCase, match="weights of more than"):
         subjects.naive("matmul", [torch.zeros(2, 4096), torch.zeros(4096, 2048)], {})
-    with pytest.raises(UnsupportedCase, match="rows of a matrix"):
-        subjects.naive("gelu", [torch.zeros(2, 3, 4)], {})
+    assert_raises(UnsupportedCase, "rows of a matrix", subjects.naive, "gelu", [torch.zeros(2, 3, 4)], {})
 
 
 @pytest.mark.slow
@@ -241,8 +239,7 @@ def test_scores_in_memory_take_more_of_it_than_fused_attention():
     ({"op": ("gelu",), "size": ("8", "x")}, "got 'x'"),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(options, message):
-    with pytest.raises(ConfigError, match=message):
-        NeuralSuite(**options).resolve(registry.find_device("cpu"))
+    assert_raises(ConfigError, message, lambda: NeuralSuite(**options).resolve(registry.find_device("cpu")))
 
 
 # --- results beside the reference ------------------------------------------------------------------------------------
@@ -401,8 +398,7 @@ def test_ours_that_is_wrong_ends_the_run_after_the_other_cases(monkeypatch):
     replace_relu(monkeypatch, torch.sigmoid)
     record = BenchmarkRecord(environment(), CEILINGS)
     cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
-    with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
-        measure(record, cases)
+    assert_raises(AccelerantError, "relu 4x32 float32 forward: wrong: relative error", measure, record, cases)
     assert {row.op for row in record.rows} == {"relu", "tanh"}
     assert "wrong result" in record.table()
 
@@ -413,8 +409,7 @@ def test_a_run_that_goes_on_still_ends_as_the_cases_before_it_say(tmp_path, monk
     journal = Journal(path, record, resume=False)
     with monkeypatch.context() as patched:
         replace_relu(patched, torch.sigmoid)
-        with pytest.raises(AccelerantError, match="wrong: relative error"):
-            measure(record, cases[:1], journal=journal)
+        assert_raises(AccelerantError, "wrong: relative error", lambda: measure(record, cases[:1], journal=journal))
     again = BenchmarkRecord(environment())
     journal = Journal(path, again, resume=True)
     with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
@@ -514,8 +509,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     measure(record, cases[:2], journal=Journal(path, record, resume=False))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]) + lines[2][:40])
-    with pytest.raises(ConfigError, match="--resume goes on with it"):
-        Journal(path, record, resume=False)
+    assert_raises(ConfigError, "--resume goes on with it", Journal, path, record, resume=False)
     again = BenchmarkRecord(environment())
     journal = Journal(path, again, resume=True)
     assert journal.done == {cases[0].key}
@@ -535,8 +529,7 @@ def test_another_devices_journal_is_refused(tmp_path):
     with pytest.raises(FormatError, match="of a run with device 'abacus'"):
         Journal(path, BenchmarkRecord(environment()), resume=True)
     path.write_text("[]\n")
-    with pytest.raises(FormatError, match="is no journal"):
-        Journal(path, BenchmarkRecord(environment()), resume=True)
+    assert_raises(FormatError, "is no journal", lambda: Journal(path, BenchmarkRecord(environment()), resume=True))
 
 
 def test_a_limit_begins_no_further_case():

@@ -14,6 +14,7 @@ from accelerant.bench.record import _commit
 from accelerant.bench.timer import Timing, back_to_back_ms, back_to_back_times_ms, covers, host_times_us
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
+from refusals import assert_raises
 
 ROW = Row("neural", "gelu", "4x4 float32 forward", "accelerant", "triton (own)", p20=0.9, p50=1.0, p80=1.2, speedup=2.0)
 
@@ -39,8 +40,7 @@ def test_a_record_that_cannot_be_written_names_its_path_and_leaves_nothing(tmp_p
         record(ROW).save(path)
     assert caught.value.filename == str(path)
     (tmp_path / "record.json").mkdir()
-    with pytest.raises(OSError, match=r"record\.json"):
-        record(ROW).save(tmp_path / "record.json")
+    assert_raises(OSError, r"record\.json", lambda: record(ROW).save(tmp_path / "record.json"))
     assert {entry.name for entry in tmp_path.iterdir()} == {"file", "record.json"}
 
 
@@ -121,8 +121,7 @@ def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, val
     table = json.loads(path.read_text())
     table["rows"][0][name] = value
     path.write_text(json.dumps(table))
-    with pytest.raises(FormatError, match=name):
-        BenchmarkRecord.load(path)
+    assert_raises(FormatError, name, BenchmarkRecord.load, path)
 
 
 @pytest.mark.parametrize(("text", "why"), [
@@ -134,8 +133,7 @@ def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, val
 def test_what_is_no_record_is_refused(tmp_path, text, why):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(FormatError, match=rf"x\.json is not a benchmark record: .*{why}"):
-        BenchmarkRecord.load(path)
+    assert_raises(FormatError, rf"x\.json is not a benchmark record: .*{why}", BenchmarkRecord.load, path)
 
 
 def test_a_slow_host_is_hidden_by_more_flushes():

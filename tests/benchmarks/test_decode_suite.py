@@ -12,6 +12,7 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from benchmarks import decode as suite
 from benchmarks.decode import DecodeSuite
+from refusals import assert_raises
 
 
 @pytest.mark.slow
@@ -92,16 +93,13 @@ def test_unknown_names():
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
     args = ["--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-seconds", "0"]
-    with pytest.raises(SystemExit, match="0"):
-        run_command(DecodeSuite, [*args, "--out", str(out), "--json"])
+    assert_raises(SystemExit, "0", run_command, DecodeSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert [row["runner"] for row in printed["rows"]] == ["accelerant"]
     assert BenchmarkRecord.load(out).rows[0].op == "Llama, tiny"
-    with pytest.raises(SystemExit, match="2"):
-        run_command(DecodeSuite, ["--dtype", "int4", "--device", "cpu"])
+    assert_raises(SystemExit, "2", run_command, DecodeSuite, ["--dtype", "int4", "--device", "cpu"])
     assert "int4, the last one with --requests" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        run_command(DecodeSuite, ["--dtype", ",", "--device", "cpu"])
+    assert_raises(SystemExit, "2", run_command, DecodeSuite, ["--dtype", ",", "--device", "cpu"])
     assert "--dtype: no dtype ','; there are bfloat16, int8" in capsys.readouterr().err
 
 

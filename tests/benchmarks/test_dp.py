@@ -20,6 +20,7 @@ from benchmarks.dp import DpSuite
 from benchmarks.dp_steps import PEERS, PrivateKind, StepResult, opacus_step, parse_case
 from benchmarks.gpt_steps import PlainGPT, plain_step
 from benchmarks.step_kernels import private_step_shares
+from refusals import assert_raises
 
 TINY = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16, tied=False)
 CPU = torch.device("cpu")
@@ -266,22 +267,18 @@ def test_what_noise_on_an_h200_is_asked_for(cpu):
 def test_noise_of_another_spread_is_an_error(spoil):
     x = torch.randn(2**14, generator=torch.Generator().manual_seed(0))
     noise.check_noise(x, 1.0, "noise")
-    with pytest.raises(AccelerantError, match="noise: 16384 draws of deviation"):
-        noise.check_noise(spoil(x), 1.0, "noise")
+    assert_raises(AccelerantError, "noise: 16384 draws of deviation", lambda: noise.check_noise(spoil(x), 1.0, "noise"))
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", ["64", "64x", "x8", "0x8", "4x8/", "4x8/3", "4x-8", "large", " loop"])
 def test_cases_that_are_none(text):
-    with pytest.raises(ConfigError, match=r"parts|BATCHxLENGTH"):
-        parse_case(text)
+    assert_raises(ConfigError, r"parts|BATCHxLENGTH", parse_case, text)
 
 
 def test_peers_that_are_none(cpu, capsys):
-    with pytest.raises(ConfigError, match="no peer 'jax'"):
-        measured(cpu, against=("jax",))
-    with pytest.raises(SystemExit, match="2"):
-        run_command(DpSuite, ["--against", "jax"])
+    assert_raises(ConfigError, "no peer 'jax'", measured, cpu, against=("jax",))
+    assert_raises(SystemExit, "2", run_command, DpSuite, ["--against", "jax"])
     assert "there are torch, opacus ghost" in capsys.readouterr().err
 
 
@@ -299,8 +296,7 @@ def test_defaults(cpu):
 def test_the_command(tmp_path, capsys):
     arguments = ["--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
     arguments += ["--against", "none", "--budget-seconds", "0", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match="0"):
-        run_command(DpSuite, [*arguments, "--json"])
+    assert_raises(SystemExit, "0", run_command, DpSuite, [*arguments, "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert {row["case"] for row in printed["rows"]} == {
         f"2x8 1 layers of 16, untied, float32, {how}" for how in ("not private", "secure", "Philox")

@@ -16,6 +16,7 @@ from benchmarks import loss_curve as curve
 from benchmarks import loss_curve_page as curve_page
 from benchmarks.loss_curve import CurveRecord, CurveSettings, LossCurve, main, run
 from benchmarks.loss_curve_page import MARKS, comparisons, markdown, picture, table, update_page, write_curve
+from refusals import assert_raises
 
 
 class Quiet:
@@ -98,8 +99,7 @@ def test_an_interrupted_run_goes_on(name, text, tmp_path, monkeypatch):
                 signal.raise_signal(signal.SIGINT)
 
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        run(settings(text, steps=20, noises=()), cpu(), out, Interrupt())
+    assert_raises(KeyboardInterrupt, None, lambda: run(settings(text, steps=20, noises=()), cpu(), out, Interrupt()))
     assert (out / "checkpoint.safetensors").is_file()
     notes = []
     watch = Quiet()
@@ -118,8 +118,7 @@ def test_a_stop_at_the_last_step_keeps_the_run(text, tmp_path):
                 signal.raise_signal(signal.SIGINT)
 
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        run(settings(text, steps=4, noises=()), cpu(), out, Interrupt())
+    assert_raises(KeyboardInterrupt, None, lambda: run(settings(text, steps=4, noises=()), cpu(), out, Interrupt()))
     assert [each.name for each in CurveRecord.load(out / "curve.json").curves] == ["torch"]
     assert not (out / "checkpoint.safetensors").exists()
     assert len(run(settings(text, steps=4, noises=()), cpu(), out, Quiet()).curves) == 2
@@ -174,8 +173,7 @@ def test_a_folder_of_another_training_is_refused(changes, words, text, tmp_path)
     ({"context": 65}, "context must be 0 to 64 for tiny, got 65"),
 ])  # fmt: skip
 def test_settings_without_meaning(changes, words, text):
-    with pytest.raises(ConfigError, match=words):
-        settings(text, **changes)
+    assert_raises(ConfigError, words, settings, text, **changes)
 
 
 def test_fp8_where_there_is_none_is_refused_before_anything_runs(text, tmp_path):
@@ -193,8 +191,7 @@ def test_a_file_that_is_no_record(tmp_path):
     path = tmp_path / "curve.json"
     for content in ("", "[]", '{"format": "x"}', '{"format": "accelerant-curve-1"}'):
         path.write_text(content)
-        with pytest.raises(FormatError, match="no record of loss curves"):
-            CurveRecord.load(path)
+        assert_raises(FormatError, "no record of loss curves", CurveRecord.load, path)
 
 
 # --- what curves say -------------------------------------------------------------------------------------------------
@@ -231,8 +228,7 @@ def test_steps_that_fill_no_window_count_with_the_last():
 
 
 def test_a_record_without_its_reference_is_refused():
-    with pytest.raises(ConfigError, match="the run of torch is not finished"):
-        comparisons(made(bf16=[1.0, 2.0]))
+    assert_raises(ConfigError, "the run of torch is not finished", lambda: comparisons(made(bf16=[1.0, 2.0])))
 
 
 def test_files_and_pages(tmp_path):
@@ -258,8 +254,7 @@ def test_files_and_pages(tmp_path):
     assert text.count("![loss curves") == 1
     assert "| accelerant, bf16 |" in text
     page.write_text(MARKS[0])
-    with pytest.raises(ConfigError, match="has no section of curves"):
-        update_page(page, "")
+    assert_raises(ConfigError, "has no section of curves", update_page, page, "")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

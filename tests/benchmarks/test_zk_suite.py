@@ -24,6 +24,7 @@ from accelerant.runtime.provider import ComputeDevice
 from benchmarks import zk as suite
 from benchmarks import zk_first_call, zk_inputs, zk_multiplier
 from benchmarks.zk import CPU_CASES, GPU_CASES, ZkCase, ZkSuite
+from refusals import assert_raises
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 import vectors
@@ -115,8 +116,7 @@ def test_first_calls_are_made_in_new_processes_with_and_without_a_cache(cpu, sma
     ]
     assert record.rows[1].p50 < record.rows[0].p50
     monkeypatch.setattr(suite, "zk_first_call", json)
-    with pytest.raises(AccelerantError, match="first call field_mul: "):
-        run_suite(ZkSuite(budget_s=0.0), cpu)
+    assert_raises(AccelerantError, "first call field_mul: ", lambda: run_suite(ZkSuite(budget_s=0.0), cpu))
 
 
 def test_products_of_arrays_beside_bare_launches(cpu):
@@ -169,19 +169,15 @@ def test_cases_are_chosen_by_parts_of_their_names():
 def test_the_command(tmp_path, capsys, small):
     folder = tmp_path / "run"
     arguments = ["--device", "cpu", "--only", "pairing", "--budget-seconds", "0", "--out", str(folder)]
-    with pytest.raises(SystemExit, match="0"):
-        run_command(ZkSuite, [*arguments, "--json"])
+    assert_raises(SystemExit, "0", run_command, ZkSuite, [*arguments, "--json"])
     assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["pairing"]
-    with pytest.raises(SystemExit, match="0"):
-        run_command(ZkSuite, [*arguments, "--only", "ntt gold", "--resume"])
+    assert_raises(SystemExit, "0", run_command, ZkSuite, [*arguments, "--only", "ntt gold", "--resume"])
     assert [row.op for row in BenchmarkRecord.load(folder / "record.json").rows] == ["pairing", "ntt", "ntt"]
     assert {each.name for each in folder.iterdir()} == {"record.json", "record.csv", "report.html", "rows.jsonl"}
     capsys.readouterr()
-    with pytest.raises(SystemExit, match="0"):
-        run_command(ZkSuite, ["--device", "cpu", "--list", "--only", "ntt"])
+    assert_raises(SystemExit, "0", run_command, ZkSuite, ["--device", "cpu", "--list", "--only", "ntt"])
     assert capsys.readouterr().out.splitlines() == ["ntt goldilocks 2^6", "1 cases"]
-    with pytest.raises(SystemExit, match="2"):
-        run_command(ZkSuite, ["--device", "cpu", "--only", "stark"])
+    assert_raises(SystemExit, "2", run_command, ZkSuite, ["--device", "cpu", "--only", "stark"])
     assert "--only: no case has 'stark' in its name" in capsys.readouterr().err
 
 
@@ -320,8 +316,7 @@ def test_rates_are_of_kernels_whose_answers_were_compared(monkeypatch):
     assert rates == {zk_multiplier.WIDE: threads * 8 * 8192 / 2e9, zk_multiplier.CARRY: threads * 16 * 8192 / 2e9}
     assert provider.launched[1::2] == [("multiply_wide", 8192), ("multiply_carry", 8192)]
     states["multiply_carry"] = zk_multiplier.wide_state
-    with pytest.raises(AccelerantError, match="multiply_carry: thread 0 gave 0x"):
-        zk_multiplier.measure_multiplier(device)
+    assert_raises(AccelerantError, "multiply_carry: thread 0 gave 0x", zk_multiplier.measure_multiplier, device)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.memory.limits import limit, trim
 from accelerant.runtime.provider import Buffer
+from refusals import assert_raises
 
 MIB = 1 << 20
 
@@ -79,8 +80,7 @@ def test_a_freed_buffer_is_refused(provider, size):
         lambda: provider.copy_to_host(buffer, np.uint64, (elements,)),
         lambda: provider.launch(kernel, (1,), (32,), (good, good, buffer, elements)),
     ):
-        with pytest.raises(LaunchError, match=rf"{size} bytes.*was freed"):
-            use()
+        assert_raises(LaunchError, rf"{size} bytes.*was freed", use)
     assert doubled(provider, kernel) == [0, 2, 4, 6, 8]
 
 
@@ -92,8 +92,7 @@ def test_memory_that_is_not_the_backends_is_refused(provider):
         lambda: provider.copy_to_host(alien, np.uint64, (4,)),
         lambda: provider.launch(kernel, (1,), (32,), (good, alien, good, 4)),
     ):
-        with pytest.raises(LaunchError, match=f"was not allocated by the {provider.name} backend"):
-            use()
+        assert_raises(LaunchError, f"was not allocated by the {provider.name} backend", use)
     elsewhere = torch.empty(4, dtype=torch.uint64, device="meta")
     with pytest.raises(LaunchError, match=r"argument 0: (the tensor is on meta|wanted a buffer, got Tensor)"):
         provider.launch(kernel, (1,), (32,), (elsewhere, good, good, 4))
@@ -101,16 +100,14 @@ def test_memory_that_is_not_the_backends_is_refused(provider):
 
 
 def test_negative_shapes_are_refused(provider):
-    with pytest.raises(ShapeError, match=r"\(-1, 2\)"):
-        provider.copy_to_host(provider.allocate(16), np.uint64, (-1, 2))
+    assert_raises(ShapeError, r"\(-1, 2\)", lambda: provider.copy_to_host(provider.allocate(16), np.uint64, (-1, 2)))
 
 
 def test_a_limit_is_kept_and_names_itself(provider):
     with limit(MIB, f"{provider.name}:0"):
         held = provider.allocate(MIB // 2)
         size = 1 << 36  # more than an allocator has in segments that are partly in use, which a limit does not count
-        with pytest.raises(OutOfMemory, match=rf"{size:,} bytes asked on {provider.name}:0"):
-            provider.allocate(size)
+        assert_raises(OutOfMemory, rf"{size:,} bytes asked on {provider.name}:0", provider.allocate, size)
         held.free()
     provider.allocate(128 * MIB).free()
 

@@ -19,6 +19,7 @@ from accelerant.privacy.random import keystream_source
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 from requirements import require, require_backend
 
 SOURCES = {"field_add": field_add_source, "gelu": gelu_source}
@@ -202,10 +203,8 @@ def test_gelu_enters_the_ledger(device):
 
 
 def test_gelu_refuses_what_it_does_not_take(device):
-    with pytest.raises(UnsupportedDtype, match="float64"):
-        gelu_on(device, np.ones(3))
-    with pytest.raises(ConfigError, match="'sigmoid'"):
-        gelu_on(device, np.ones(3, np.float32), "sigmoid")
+    assert_raises(UnsupportedDtype, "float64", gelu_on, device, np.ones(3))
+    assert_raises(ConfigError, "'sigmoid'", gelu_on, device, np.ones(3, np.float32), "sigmoid")
 
 
 def test_a_backend_without_portable_c_says_so(monkeypatch):

@@ -20,6 +20,7 @@ from accelerant.errors import BackendUnavailable, CompileError, ConfigError, Lau
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk.elliptic_curve import curve
+from refusals import assert_raises
 
 P = field_of("goldilocks").modulus
 EDGES = [0, 1, 2**32 - 1, 2**32, 2**63, P - 2, P - 1]
@@ -87,8 +88,7 @@ def test_zeros_and_ones(provider, dtype):
         for made, expected in ((provider.zeros, np.zeros), (provider.ones, np.ones)):
             buffer = made(shape, dtype)
             np.testing.assert_array_equal(provider.copy_to_host(buffer, dtype, sizes), expected(sizes, dtype))
-    with pytest.raises(ShapeError, match="-1"):
-        provider.zeros((2, -1))
+    assert_raises(ShapeError, "-1", provider.zeros, (2, -1))
 
 
 def test_a_kernel_by_its_source_and_an_operation_by_its_name(provider):
@@ -101,12 +101,10 @@ def test_a_kernel_by_its_source_and_an_operation_by_its_name(provider):
     assert provider.copy_to_host(out, np.uint64, (4,)).tolist() == sums
     assert provider.execute_kernel("field_add", x, x).tolist() == provider.field_add(x, x).tolist() == sums
     assert provider.field_mul([3], [5], field="babybear").tolist() == [15]
-    with pytest.raises(ConfigError, match=r"no operation 'abacus'; there are .*field_add"):
-        provider.execute_kernel("abacus", x)
+    assert_raises(ConfigError, r"no operation 'abacus'; there are .*field_add", provider.execute_kernel, "abacus", x)
     with pytest.raises(ConfigError, match="takes no option fast"):
         provider.execute_kernel(field_add_source(), a, a, out, 4, grid=(1,), block=(32,), fast=True)
-    with pytest.raises(ConfigError, match="chooses its grid"):
-        provider.execute_kernel("field_add", x, x, grid=(1,))
+    assert_raises(ConfigError, "chooses its grid", provider.execute_kernel, "field_add", x, x, grid=(1,))
     with pytest.raises(AttributeError, match="no operation 'abacus'"):
         _ = provider.abacus
 
@@ -153,8 +151,7 @@ def test_shutdown_refuses_every_use_and_start_ends_it(provider):
             provider.synchronize,
             provider.memory,
         ):
-            with pytest.raises(BackendUnavailable, match=r"was shut down; provider.start\(\) starts it again"):
-                use()
+            assert_raises(BackendUnavailable, r"was shut down; provider.start\(\) starts it again", use)
         (row,) = [device for device in registry.devices() if device.backend == provider.name]
         assert not row.available
         assert "was shut down" in row.reason
@@ -188,18 +185,14 @@ def test_memory_is_counted_and_given_back(provider):
 
 
 def test_too_much_memory_is_refused_with_the_figures(provider):
-    with pytest.raises(OutOfMemory, match=r"bytes asked on .* free"):
-        provider.allocate(1 << 60)
+    assert_raises(OutOfMemory, r"bytes asked on .* free", provider.allocate, 1 << 60)
 
 
 def test_sizes_that_do_not_fit_are_refused(provider):
-    with pytest.raises(ShapeError, match="-1"):
-        provider.allocate(-1)
+    assert_raises(ShapeError, "-1", provider.allocate, -1)
     buffer = provider.allocate(8)
-    with pytest.raises(ShapeError, match="buffer"):
-        provider.copy_to_host(buffer, np.uint64, (2,))
-    with pytest.raises(ShapeError, match="buffer of 8 bytes"):
-        provider.copy_to_device(np.zeros(2), out=buffer)
+    assert_raises(ShapeError, "buffer", provider.copy_to_host, buffer, np.uint64, (2,))
+    assert_raises(ShapeError, "buffer of 8 bytes", provider.copy_to_device, np.zeros(2), out=buffer)
 
 
 @pytest.mark.parametrize("n", [1, 7, 128, 1000, 100_003])
@@ -240,26 +233,21 @@ def test_bad_launches_are_refused_and_nothing_runs(provider):
     kernel = provider.compile(field_add_source())
     x = provider.copy_to_device(np.zeros(4, np.uint64))
     good = (x, x, x, 4)
-    with pytest.raises(LaunchError, match="takes 4 arguments, got 3"):
-        provider.launch(kernel, (1,), (32,), good[:3])
-    with pytest.raises(LaunchError, match="grid"):
-        provider.launch(kernel, (0,), (32,), good)
-    with pytest.raises(LaunchError, match="block"):
-        provider.launch(kernel, (1,), (1, 1, 1, 1), good)
+    assert_raises(LaunchError, "takes 4 arguments, got 3", lambda: provider.launch(kernel, (1,), (32,), good[:3]))
+    assert_raises(LaunchError, "grid", provider.launch, kernel, (0,), (32,), good)
+    assert_raises(LaunchError, "block", provider.launch, kernel, (1,), (1, 1, 1, 1), good)
     with pytest.raises(LaunchError, match="argument 1: wanted a buffer, got int"):
         provider.launch(kernel, (1,), (32,), (x, 5, x, 4))
     with pytest.raises(LaunchError, match=r"argument 3: .*9223372036854775808"):
         provider.launch(kernel, (1,), (32,), (x, x, x, 2**63))
-    with pytest.raises(LaunchError, match="argument 3: wanted i64"):
-        provider.launch(kernel, (1,), (32,), (x, x, x, "4"))
+    assert_raises(LaunchError, "argument 3: wanted i64", provider.launch, kernel, (1,), (32,), (x, x, x, "4"))
     assert provider.copy_to_host(x, np.uint64, (4,)).tolist() == [0, 0, 0, 0]
 
 
 def test_kernels_of_another_backend_are_refused(provider):
     kernel = provider.compile(field_add_source())
     kernel.backend = "elsewhere"
-    with pytest.raises(LaunchError, match="compiled for elsewhere"):
-        provider.launch(kernel, (1,), (32,), ())
+    assert_raises(LaunchError, "compiled for elsewhere", provider.launch, kernel, (1,), (32,), ())
 
 
 def test_compile_errors_carry_the_log_and_leave_no_entry(provider, tmp_path):

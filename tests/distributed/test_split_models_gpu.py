@@ -17,6 +17,7 @@ from accelerant.nn.train import TrainStep
 from accelerant.runtime import processes as peers
 from accelerant.runtime.processes import PeerMemory, PeerSum, PeerSums
 from accelerant.runtime.streams.graphs import Graph
+from refusals import assert_raises
 
 pytestmark = pytest.mark.gpu
 
@@ -174,11 +175,9 @@ def wait_in_vain():
     addresses = peers._for_kernel([memory.data_ptr()] * 2, [4, 7], 0.05, memory.device)
     x = torch.ones(4096, device="cuda")
     peers._launch_sum(x, addresses, numbers, 0, 2)
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        x.tolist()
+    assert_raises(RuntimeError, "CUDA error", x.tolist)
     assert peers.silent_peer() == (7, "has sent nothing for a sum within 0.05 s: it has ended, or hangs")
-    with pytest.raises(LaunchError, match="rank 7 has sent nothing for a sum"):
-        peers._launch_sum(x, addresses, numbers, 0, 2)
+    assert_raises(LaunchError, "rank 7 has sent nothing for a sum", peers._launch_sum, x, addresses, numbers, 0, 2)
 
 
 def test_a_sum_does_not_wait_for_ever():

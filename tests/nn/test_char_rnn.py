@@ -7,6 +7,7 @@ import torch
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn import CharRNN, CharRNNConfig
+from refusals import assert_raises
 
 cells = pytest.mark.parametrize("cell", ["lstm", "gru"])
 
@@ -36,16 +37,12 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(cell):
 
 
 def test_refuses():
-    with pytest.raises(ConfigError, match="cell must be lstm or gru, got 'rnn'"):
-        made("rnn")
-    with pytest.raises(ConfigError, match="width must be at least 1, got 0"):
-        made(width=0)
+    assert_raises(ConfigError, "cell must be lstm or gru, got 'rnn'", made, "rnn")
+    assert_raises(ConfigError, "width must be at least 1, got 0", made, width=0)
     model = made()
-    with pytest.raises(ShapeError, match="at most 8 tokens fit the context, got 9"):
-        model(torch.zeros(1, 9, dtype=torch.int64))
+    assert_raises(ShapeError, "at most 8 tokens fit the context, got 9", model, torch.zeros(1, 9, dtype=torch.int64))
     for call in (lambda: CharRNN.from_pretrained("x"), lambda: model.save_pretrained("x")):
-        with pytest.raises(UnsupportedCase, match="no format of Hugging Face's"):
-            call()
+        assert_raises(UnsupportedCase, "no format of Hugging Face's", call)
     assert json.loads(json.dumps(model.config.to_dict())) == model.config.to_dict()
 
 

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel, XLM
 from accelerant.errors import ConfigError, FormatError, RangeError, UnsupportedCase
 from accelerant.nn import Encoder
 from accelerant.nn.encoder import _batches
+from refusals import assert_raises
 from requirements import require
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(60))]
@@ -120,28 +121,23 @@ def test_a_device_that_lacks_memory_for_large_batches_gets_small_ones(tmp_path, 
     torch.testing.assert_close(encoder.encode_ids(ids), expected, rtol=0, atol=1e-6)
     assert sizes[0] > 40 >= max(sizes[1:])
     monkeypatch.setattr("accelerant.nn.encoder._BATCH_TOKENS", (640, 640))
-    with pytest.raises(torch.OutOfMemoryError):
-        encoder.encode_ids(ids)
+    assert_raises(torch.OutOfMemoryError, None, encoder.encode_ids, ids)
 
 
 @pytest.mark.parametrize("text", ["a\ud800", 1, None])
 def test_what_is_no_text_is_refused(tmp_path, text):
     encoder_folder(tmp_path, "bert", "mean")
-    with pytest.raises(ConfigError, match="not a text of Unicode"):
-        Encoder(tmp_path).encode(["a", text])
+    assert_raises(ConfigError, "not a text of Unicode", lambda: Encoder(tmp_path).encode(["a", text]))
 
 
 def test_what_is_no_encoder_is_refused_by_name(tmp_path):
     encoder_folder(tmp_path)
     encoder = Encoder(tmp_path)
     for ids, match in (([[]], "1 to 40 tokens, got 0"), ([[1] * 41], "got 41"), ([[64]], "got 64"), ([[1, -1]], "-1")):
-        with pytest.raises(RangeError, match=match):
-            encoder.encode_ids(ids)
+        assert_raises(RangeError, match, encoder.encode_ids, ids)
     for ids in ([[1.5]], [[1], [2, 3.0]], [torch.tensor([1.0])], [["a"]]):
-        with pytest.raises(RangeError, match="ids are integers"):
-            encoder.encode_ids(ids)
-    with pytest.raises(ConfigError, match="list of texts"):
-        encoder.encode("text")
+        assert_raises(RangeError, "ids are integers", encoder.encode_ids, ids)
+    assert_raises(ConfigError, "list of texts", encoder.encode, "text")
     assert encoder.encode([]).shape == (0, 32)
     for change, error, match in (
         ({"model_type": "t5"}, UnsupportedCase, "model_type"),
@@ -153,14 +149,12 @@ def test_what_is_no_encoder_is_refused_by_name(tmp_path):
     ):
         config = json.loads((tmp_path / "config.json").read_text())
         write(tmp_path / "config.json", config | change)
-        with pytest.raises(error, match=match):
-            Encoder(tmp_path)
+        assert_raises(error, match, Encoder, tmp_path)
         write(tmp_path / "config.json", config)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: x for name, x in weights.items() if "layer.1.output.dense" not in name},
               tmp_path / "model.safetensors")  # fmt: skip
-    with pytest.raises(FormatError, match=r"lacks 'encoder\.layer\.1\.output\.dense"):
-        Encoder(tmp_path)
+    assert_raises(FormatError, r"lacks 'encoder\.layer\.1\.output\.dense", Encoder, tmp_path)
 
 
 @pytest.mark.parametrize(("file", "value", "match"), [
@@ -171,5 +165,4 @@ def test_what_is_no_encoder_is_refused_by_name(tmp_path):
 def test_other_poolings_and_layers_are_refused(tmp_path, file, value, match):
     encoder_folder(tmp_path)
     write(tmp_path / file, value)
-    with pytest.raises(UnsupportedCase, match=match):
-        Encoder(tmp_path)
+    assert_raises(UnsupportedCase, match, Encoder, tmp_path)

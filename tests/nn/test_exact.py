@@ -12,6 +12,7 @@ from accelerant import nn as ann
 from accelerant.errors import ConfigError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.nn.exact import ExactNetwork
 from accelerant.zk.inference.proofs import integer_network
+from refusals import assert_raises
 from residual_network import ResNet
 
 
@@ -166,8 +167,7 @@ class Graph(nn.Module):
     (lambda m, x: m.a(operator.iadd(y := m.b(x), m.a(y))) + y, "iadd: .*a sum in place of what is used later"),
 ])  # fmt: skip
 def test_graphs_that_it_does_not_represent_are_refused(forward, message):
-    with pytest.raises(ConfigError, match=message):
-        exact(Graph(forward), torch.ones(2, 3))
+    assert_raises(ConfigError, message, lambda: exact(Graph(forward), torch.ones(2, 3)))
 
 
 def test_a_layer_by_itself_and_a_step_that_is_used_twice():
@@ -211,8 +211,7 @@ def test_an_image_as_the_output():
     ([nn.Conv2d(2, 2, 1), nn.Flatten(2), nn.Linear(36, 2)], r"1 \(Flatten\)"),
 ])  # fmt: skip
 def test_images_that_it_does_not_represent_are_refused_by_name(layers, message):
-    with pytest.raises(ConfigError, match=message):
-        exact(nn.Sequential(*layers), torch.ones(1, 2, 6, 6))
+    assert_raises(ConfigError, message, lambda: exact(nn.Sequential(*layers), torch.ones(1, 2, 6, 6)))
     with pytest.raises(ShapeError, match=r"examples must be \(batch, channels, height, width\)"):
         exact(nn.Sequential(nn.Conv2d(2, 2, 1)), torch.ones(1, 2))
 
@@ -238,23 +237,18 @@ def test_what_it_does_not_represent_is_refused_by_name(model, message):
 
 def test_examples_and_values_are_checked():
     model = mlp(widths=(3, 2))
-    with pytest.raises(ConfigError, match=r"needs examples="):
-        ann.quantize(model, mode="exact")
+    assert_raises(ConfigError, r"needs examples=", ann.quantize, model, mode="exact")
     for wrong in (torch.ones(3), torch.ones(1, 2), torch.ones(0, 3), [[1.0]]):
-        with pytest.raises(ShapeError, match=r"examples must be \(batch, 3\)"):
-            exact(model, wrong)
-    with pytest.raises(ConfigError, match="an infinity or a NaN"):
-        exact(model, torch.tensor([[1.0, float("nan"), 0.0]]))
+        assert_raises(ShapeError, r"examples must be \(batch, 3\)", exact, model, wrong)
+    assert_raises(ConfigError, "an infinity or a NaN", exact, model, torch.tensor([[1.0, float("nan"), 0.0]]))
     with pytest.raises(UnsupportedDtype, match=r"examples must be real numbers, got torch\.complex64"):
         exact(model, torch.ones(1, 3, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"which alone takes examples, got 'dynamic' with examples"):
         ann.quantize(model, mode="dynamic", examples=torch.ones(1, 3))
     nn.init.constant_(model[0].bias, 1e9)
-    with pytest.raises(ConfigError, match=r"0: the bias of output 0, 1e"):
-        exact(model, torch.ones(1, 3))
+    assert_raises(ConfigError, r"0: the bias of output 0, 1e", exact, model, torch.ones(1, 3))
     nn.init.constant_(model[0].bias, float("inf"))
-    with pytest.raises(ConfigError, match=r"0: a weight or bias is not finite"):
-        exact(model, torch.ones(1, 3))
+    assert_raises(ConfigError, r"0: a weight or bias is not finite", exact, model, torch.ones(1, 3))
 
 
 def test_inputs_of_the_network_are_checked():
@@ -265,9 +259,7 @@ def test_inputs_of_the_network_are_checked():
     for call in (network, network.quantize_input):
         with pytest.raises(UnsupportedDtype, match="real numbers, got ndarray, which is no tensor"):
             call(np.ones((1, 3), np.float32))
-        with pytest.raises(RangeError, match="x has a NaN"):
-            call(torch.tensor([[1.0, float("nan"), 0.0]]))
-    with pytest.raises(ShapeError, match=r"x must be \(\.\.\., 3\), got \(1, 4\)"):
-        network(torch.ones(1, 4))
+        assert_raises(RangeError, "x has a NaN", call, torch.tensor([[1.0, float("nan"), 0.0]]))
+    assert_raises(ShapeError, r"x must be \(\.\.\., 3\), got \(1, 4\)", network, torch.ones(1, 4))
     with pytest.raises(UnsupportedDtype, match=r"takes real numbers, got torch\.int8"):
         network.quantize_input(torch.ones(1, 3, dtype=torch.int8))

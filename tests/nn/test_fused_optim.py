@@ -14,6 +14,7 @@ from accelerant.nn.optim import SGD, Adam, AdamW, clip_grad_norm_
 from accelerant.ops import multi_tensor as launch
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encount:RuntimeWarning")  # NumPy's
 OPERATIONS = ("adamw_step", "sgd_step", "global_norm", "clip_step")
@@ -317,8 +318,7 @@ def test_autograd_sees_the_change():
     loss = parameter.square().sum()
     parameter.grad = torch.ones(3)
     SGD([parameter], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
 def test_closure():
@@ -425,14 +425,12 @@ def test_strided_parameter(implementation):
     ({"max_grad_norm": -1.0}, "max_grad_norm must be"),
 ])  # fmt: skip
 def test_adamw_rejects(options, match):
-    with pytest.raises(ConfigError, match=match):
-        AdamW([nn.Parameter(torch.ones(3))], **options)
+    assert_raises(ConfigError, match, lambda: AdamW([nn.Parameter(torch.ones(3))], **options))
 
 
 def test_sgd_rejects():
     parameter = nn.Parameter(torch.ones(3))
-    with pytest.raises(ConfigError, match=r"momentum must be a number, at least 0; got -0.9"):
-        SGD([parameter], momentum=-0.9)
+    assert_raises(ConfigError, r"momentum must be a number, at least 0; got -0.9", SGD, [parameter], momentum=-0.9)
     with pytest.raises(ConfigError, match=r"nesterov needs a momentum above 0 and no dampening; got 0.9 and 0.1"):
         SGD([parameter], momentum=0.9, dampening=0.1, nesterov=True)
 
@@ -441,17 +439,13 @@ def test_rejects_what_does_not_fit():
     parameter = nn.Parameter(torch.ones(3))
     with pytest.raises(UnsupportedDtype, match="parameter 0 is complex64"):
         AdamW([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
-    with pytest.raises(ShapeError, match="lr must have one element"):
-        AdamW([parameter], lr=torch.ones(2))
+    assert_raises(ShapeError, "lr must have one element", AdamW, [parameter], lr=torch.ones(2))
     optimizer = AdamW([parameter], lr=torch.ones((), dtype=torch.float64))
     parameter.grad = torch.ones(3)
-    with pytest.raises(ConfigError, match="lr as a tensor must be float32 on cpu or on the CPU; got float64"):
-        optimizer.step()
+    assert_raises(ConfigError, "lr as a tensor must be float32 on cpu or on the CPU; got float64", optimizer.step)
     parameter.grad = torch.ones(3).to_sparse()
-    with pytest.raises(ConfigError, match=r"gradient 0 is torch.sparse_coo"):
-        AdamW([parameter]).step()
-    with pytest.raises(ConfigError, match="max_norm must be a number, at least 0; got -1"):
-        clip_grad_norm_(parameter, -1)
+    assert_raises(ConfigError, r"gradient 0 is torch.sparse_coo", lambda: AdamW([parameter]).step())
+    assert_raises(ConfigError, "max_norm must be a number, at least 0; got -1", clip_grad_norm_, parameter, -1)
     torchs = torch.optim.AdamW([parameter], amsgrad=True)
     with pytest.raises(ConfigError, match="amsgrad=True is not supported"):
         AdamW([parameter]).load_state_dict(torchs.state_dict())

@@ -11,6 +11,7 @@ from accelerant.errors import ConfigError, FormatError, MissingFile, Unsupported
 from accelerant.nn import Llama, LlamaConfig, load_model
 from accelerant.nn.models.gguf import GGUFFile
 from accelerant.ops.rope import Llama3Scaling
+from refusals import assert_raises
 
 TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}
 TEMPLATE = "{{ messages[0].content }}"
@@ -204,29 +205,23 @@ def test_what_is_not_supported_is_named(good, path):
     ]
     for more, others, words in cases:
         path.write_bytes(file_of(values | more, tensors | others))
-        with pytest.raises(UnsupportedCase, match=words):
-            load_model(path)
+        assert_raises(UnsupportedCase, words, load_model, path)
 
 
 def test_what_is_missing_is_named(good, path):
     values, tensors = good
-    with pytest.raises(MissingFile, match=r"model\.gguf"):
-        load_model(path)
+    assert_raises(MissingFile, r"model\.gguf", load_model, path)
     whole = file_of(values, tensors)
     for content, words in ((whole[:-1], "would be at"), (b"", "ends within its header"), (whole[:50], "ends within")):
         path.write_bytes(content)
-        with pytest.raises(FormatError, match=words):
-            load_model(path)
+        assert_raises(FormatError, words, load_model, path)
     path.write_bytes(file_of(values, {name: each for name, each in tensors.items() if name != "blk.1.attn_v.weight"}))
-    with pytest.raises(FormatError, match=r"lacks 'layers\.1\.self_attn\.v_proj\.weight'"):
-        load_model(path)
+    assert_raises(FormatError, r"lacks 'layers\.1\.self_attn\.v_proj\.weight'", load_model, path)
     path.write_bytes(file_of(values, tensors | {"blk.0.more.weight": tensors["blk.0.attn_norm.weight"]}))
-    with pytest.raises(FormatError, match=r"blk\.0\.more\.weight"):
-        load_model(path)
+    assert_raises(FormatError, r"blk\.0\.more\.weight", load_model, path)
     path.write_bytes(whole)
     (path.parent / "tokenizer.json").unlink()
-    with pytest.raises(FormatError, match=r"tokenizer\.json"):
-        load_model(path)
+    assert_raises(FormatError, r"tokenizer\.json", load_model, path)
 
 
 def test_changed_bytes_end_in_an_error_or_a_model(good, path, rng):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn import GPT, GPTConfig
+from refusals import assert_raises
 
 CONFIG = GPTConfig(vocab_size=70, context=8, layers=2, heads=2, width=16)
 
@@ -176,29 +177,21 @@ def test_generate_leaves_the_mode_and_gradients_alone(model):
     ({"max_new_tokens": 1, "seed": 0, "generator": torch.Generator()}, "not both"),
 ])  # fmt: skip
 def test_generate_refuses(model, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        model.generate(tokens(1, 2), **arguments)
+    assert_raises(ConfigError, message, lambda: model.generate(tokens(1, 2), **arguments))
 
 
 def test_input_is_checked(model):
-    with pytest.raises(ShapeError, match="at most 8 tokens fit the context, got 9"):
-        model(tokens(1, 9))
-    with pytest.raises(ShapeError, match=r"must be \(batch, time\)"):
-        model(tokens(3))
-    with pytest.raises(ShapeError, match="at least one token"):
-        model(tokens(2, 0))
-    with pytest.raises(UnsupportedDtype, match=r"int32 or int64, got torch.float32"):
-        model(torch.zeros(1, 2))
-    with pytest.raises(ShapeError, match="shape of idx"):
-        model.loss(tokens(1, 4), tokens(1, 3))
+    assert_raises(ShapeError, "at most 8 tokens fit the context, got 9", lambda: model(tokens(1, 9)))
+    assert_raises(ShapeError, r"must be \(batch, time\)", lambda: model(tokens(3)))
+    assert_raises(ShapeError, "at least one token", lambda: model(tokens(2, 0)))
+    assert_raises(UnsupportedDtype, r"int32 or int64, got torch.float32", model, torch.zeros(1, 2))
+    assert_raises(ShapeError, "shape of idx", lambda: model.loss(tokens(1, 4), tokens(1, 3)))
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "context", "layers", "heads", "width"])
 def test_config_refuses_zero_and_heads_that_do_not_divide(field):
-    with pytest.raises(ConfigError, match=f"{field} must be at least 1, got 0"):
-        GPTConfig(**{field: 0})
-    with pytest.raises(ConfigError, match="multiple of heads"):
-        GPTConfig(width=10, heads=3)
+    assert_raises(ConfigError, f"{field} must be at least 1, got 0", GPTConfig, **{field: 0})
+    assert_raises(ConfigError, "multiple of heads", GPTConfig, width=10, heads=3)
 
 
 def test_generate_past_the_context_reads_its_end(model):

@@ -9,6 +9,7 @@ from torch.nn.utils import prune
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn import MLP, LayerNorm, Linear, MultiHeadAttention, TransformerBlock, layers
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 
 
 def test_mlp_goes_through_the_tanh_gelu():
@@ -58,8 +59,7 @@ def test_autocast_computes_low_and_leaves_gradients_in_the_master_dtype():
     (MultiHeadAttention(4, 2), (1, 3, 5)),
 ])  # fmt: skip
 def test_wrong_shapes_are_refused(layer, shape):
-    with pytest.raises(ShapeError, match=r"takes \("):
-        layer(torch.zeros(shape))
+    assert_raises(ShapeError, r"takes \(", layer, torch.zeros(shape))
 
 
 # --- as torch's layers, with their weights ---------------------------------------------------------------------------
@@ -237,8 +237,7 @@ def test_a_block_takes_parameters_in_any_order_and_dtype_that_its_layers_take():
         assert list(layer._parameters) == ["bias", "weight"]
     torch.testing.assert_close(block(x), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(RuntimeError, match="Long"):
-            block(x.long())
+        assert_raises(RuntimeError, "Long", lambda: block(x.long()))
         expected = block(x)
         for name, parameter in block.named_parameters():
             if name.endswith("bias"):
@@ -305,17 +304,13 @@ def test_a_position_that_attends_to_nothing_gets_the_projection_of_zeros():
     (lambda: TransformerBlock(8, 2), {"mask": torch.ones(3, 4).bool()}, r"mask must broadcast .*, got \(3, 4\)"),
 ])  # fmt: skip
 def test_contexts_and_masks_that_do_not_fit_are_refused(make, call, message):
-    with pytest.raises(ShapeError, match=message):
-        make()(torch.zeros(2, 4, 8), **call)
+    assert_raises(ShapeError, message, lambda: make()(torch.zeros(2, 4, 8), **call))
 
 
 def test_values_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="multiple of heads, got width 6 and 4"):
-        MultiHeadAttention(6, 4)
-    with pytest.raises(ConfigError, match=r"dropout must be at least 0 and below 1, got 1\.0"):
-        TransformerBlock(8, 2, dropout=1.0)
-    with pytest.raises(ConfigError, match="at least one input and output, got 8 and 0"):
-        TransformerBlock(8, 2, d_ff=0)
+    assert_raises(ConfigError, "multiple of heads, got width 6 and 4", MultiHeadAttention, 6, 4)
+    assert_raises(ConfigError, r"dropout must be at least 0 and below 1, got 1\.0", TransformerBlock, 8, 2, dropout=1.0)
+    assert_raises(ConfigError, "at least one input and output, got 8 and 0", TransformerBlock, 8, 2, d_ff=0)
 
 
 def test_parameters_are_those_of_a_gpt_block_by_default():

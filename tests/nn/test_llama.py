@@ -10,6 +10,7 @@ from accelerant import nn as ann
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.nn import Llama, LlamaConfig
 from accelerant.ops.rope import Llama3Scaling
+from refusals import assert_raises
 
 transformers = pytest.importorskip("transformers")
 
@@ -145,8 +146,7 @@ def test_dtype_and_device_can_be_asked_for(tmp_path):
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type must be .* got 'yarn'"),
 ])  # fmt: skip
 def test_an_unsupported_option_is_named(changes, words):
-    with pytest.raises(UnsupportedCase, match=words):
-        Llama.from_pretrained(theirs(**changes))
+    assert_raises(UnsupportedCase, words, lambda: Llama.from_pretrained(theirs(**changes)))
 
 
 def test_another_kind_of_model_is_refused():
@@ -162,8 +162,7 @@ def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=r"'lm_head.weight' differs from 'embed_tokens.weight'"):
-        Llama.from_pretrained(tmp_path)
+    assert_raises(FormatError, r"'lm_head.weight' differs from 'embed_tokens.weight'", Llama.from_pretrained, tmp_path)
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -253,19 +252,14 @@ def test_a_later_token_does_not_change_earlier_logits(model):
 ])  # fmt: skip
 def test_config_refuses(changes, words):
     fields = CONFIG.to_dict() | changes
-    with pytest.raises(ConfigError, match=words):
-        LlamaConfig(**fields)
+    assert_raises(ConfigError, words, LlamaConfig, **fields)
 
 
 def test_input_is_checked(model):
-    with pytest.raises(ShapeError, match="at most 64 tokens fit the context, got 65"):
-        model(tokens(1, 65))
-    with pytest.raises(ShapeError, match=r"must be \(batch, time\)"):
-        model(tokens(3))
-    with pytest.raises(UnsupportedDtype, match=r"int32 or int64, got torch.float32"):
-        model(torch.zeros(1, 2))
-    with pytest.raises(ShapeError, match="shape of idx"):
-        model.loss(tokens(1, 4), tokens(1, 3))
+    assert_raises(ShapeError, "at most 64 tokens fit the context, got 65", lambda: model(tokens(1, 65)))
+    assert_raises(ShapeError, r"must be \(batch, time\)", lambda: model(tokens(3)))
+    assert_raises(UnsupportedDtype, r"int32 or int64, got torch.float32", model, torch.zeros(1, 2))
+    assert_raises(ShapeError, "shape of idx", lambda: model.loss(tokens(1, 4), tokens(1, 3)))
 
 
 def test_a_hook_is_heard_while_generating(model):

@@ -15,6 +15,7 @@ from accelerant.nn import Llama
 from accelerant.nn.models.language_model import Cache
 from accelerant.nn.models.llama import load_model
 from accelerant.nn.serving import Engine, Finished, Sampling
+from refusals import assert_raises
 
 transformers = pytest.importorskip("transformers")
 
@@ -307,8 +308,7 @@ def test_what_a_config_asks_for_is_named(kind, tmp_path, unread):
         folder = saved(drawn(family, 0, tied=False), tmp_path / family)
         fields = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(fields | changes))
-        with pytest.raises(UnsupportedCase, match=words):
-            load_model(folder)
+        assert_raises(UnsupportedCase, words, load_model, folder)
 
 
 def test_layers_of_several_kinds_are_named(tmp_path, unread):
@@ -317,8 +317,7 @@ def test_layers_of_several_kinds_are_named(tmp_path, unread):
     fields = json.loads((folder / "config.json").read_text())
     fields |= {"use_sliding_window": True, "sliding_window": 4, "layer_types": None, "max_window_layers": 1}
     (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 2}))
-    with pytest.raises(UnsupportedCase, match="layer_types must be the same attention in every layer"):
-        load_model(folder)
+    assert_raises(UnsupportedCase, "layer_types must be the same attention in every layer", load_model, folder)
 
 
 def test_files_that_lie_are_named(tmp_path, unread):
@@ -336,13 +335,9 @@ def test_files_that_lie_are_named(tmp_path, unread):
         lying.append(len(text).to_bytes(8, "little") + text + whole[8 + size :])
     for content in lying:
         shards[1].write_bytes(content)
-        with pytest.raises(FormatError, match=f"{shards[1].name}|{name}"):
-            load_model(folder)
+        assert_raises(FormatError, f"{shards[1].name}|{name}", load_model, folder)
     shards[1].unlink()
-    with pytest.raises(MissingFile, match=shards[1].name):
-        load_model(folder)
+    assert_raises(MissingFile, shards[1].name, load_model, folder)
     (folder / "config.json").unlink()
-    with pytest.raises(MissingFile, match=r"config\.json"):
-        load_model(folder)
-    with pytest.raises(ConfigError, match="none is not a folder"):
-        load_model(folder / "none")
+    assert_raises(MissingFile, r"config\.json", load_model, folder)
+    assert_raises(ConfigError, "none is not a folder", load_model, folder / "none")

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from accelerant.errors import ConfigError, FormatError, TimeLimitExceeded, UnsupportedCase
 from accelerant.nn.models.tokenizer import ModelTokenizer
 from accelerant.runtime.bounded_template import LIMIT_S
+from refusals import assert_raises
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,8 +147,7 @@ def test_what_ends_a_text_is_of_the_first_file_that_says_so(folder):
 
 
 def test_a_lone_surrogate_is_refused(folder):
-    with pytest.raises(ConfigError, match="Unicode"):
-        ModelTokenizer(folder).encode("a\ud800")
+    assert_raises(ConfigError, "Unicode", lambda: ModelTokenizer(folder).encode("a\ud800"))
 
 
 PANICS = {"decoder": {"type": "Strip", "content": " ", "start": 5, "stop": 5},
@@ -167,8 +167,7 @@ def test_a_tokenizer_that_panics_is_named(tmp_path, part):
 def test_a_broken_tokenizer_is_named(folder, content):
     path = folder / "tokenizer.json"
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(FormatError, match=r"tokenizer\.json"):
-        ModelTokenizer(folder)
+    assert_raises(FormatError, r"tokenizer\.json", ModelTokenizer, folder)
 
 
 # --- chat templates --------------------------------------------------------------------------------------------------
@@ -215,8 +214,7 @@ def test_templates_by_name(plain):
 
 
 def test_a_folder_without_a_template_says_so(plain):
-    with pytest.raises(UnsupportedCase, match="has no chat template"):
-        ModelTokenizer(plain).apply_chat(CHATS[0])
+    assert_raises(UnsupportedCase, "has no chat template", lambda: ModelTokenizer(plain).apply_chat(CHATS[0]))
 
 
 def test_what_a_template_refuses_is_said(plain):

@@ -35,6 +35,7 @@ from accelerant.errors import ConfigError
 from accelerant.nn.patching import api, blocks, rules
 from accelerant.nn.patching.forms import form_of
 from accelerant.nn.patching.loss import CrossEntropyLoss, causal_loss, masked_loss
+from refusals import assert_raises
 from requirements import require_module
 
 
@@ -563,8 +564,7 @@ def test_rotary_tables_that_our_rope_does_not_take_go_to_the_model(kind, width, 
     angles = torch.randn(2, 5, (width + 1) // 2).repeat(1, 1, 2)[..., :width]
     cos, sin = angles.cos(), angles.sin()
     if (kind, width) in (("llama", 4), ("phi3", 10)):
-        with pytest.raises(RuntimeError, match="size"):
-            ours(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        assert_raises(RuntimeError, "size", ours, q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return
     found, wanted = (each(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim) for each in (ours, apply))
     for one, two in zip(found, wanted, strict=True):
@@ -719,8 +719,7 @@ def test_other_models_are_untouched():
 def test_invalid_options_and_compiled_models():
     with pytest.raises(ConfigError, match="padding must be 'exact' or 'skip', got 'maybe'"):
         acl.nn.patch(make("gpt2"), padding="maybe")
-    with pytest.raises(ConfigError, match=r"before torch\.compile"):
-        acl.nn.patch(torch.compile(make("gpt2")))
+    assert_raises(ConfigError, r"before torch\.compile", lambda: acl.nn.patch(torch.compile(make("gpt2"))))
 
 
 def test_where_nothing_changed_a_warning_names_the_class():
@@ -809,8 +808,7 @@ def test_unpatch_refuses_what_was_built_upon():
     acl.nn.patch(model)
     patched = model.forward
     model.forward = lambda **inputs: patched(**inputs)
-    with pytest.raises(ConfigError, match="the forward of a LlamaForCausalLM was replaced after patch"):
-        acl.nn.unpatch(model)
+    assert_raises(ConfigError, "the forward of a LlamaForCausalLM was replaced after patch", acl.nn.unpatch, model)
     assert "forward" in model.model.layers[0].mlp.__dict__  # nothing was undone
     model.forward = patched
     acl.nn.unpatch(model)
@@ -838,10 +836,8 @@ def test_a_deep_copy_is_patched_and_independent(family):
 def test_data_parallel_is_refused():
     model = make("llama")
     acl.nn.patch(model)
-    with pytest.raises(ConfigError, match="DataParallel cannot copy a patched model"):
-        model._replicate_for_data_parallel()
-    with pytest.raises(ConfigError, match="DataParallel cannot copy"):
-        copy.deepcopy(model)._replicate_for_data_parallel()
+    assert_raises(ConfigError, "DataParallel cannot copy a patched model", model._replicate_for_data_parallel)
+    assert_raises(ConfigError, "DataParallel cannot copy", lambda: copy.deepcopy(model)._replicate_for_data_parallel())
     acl.nn.unpatch(model)
     assert type(model._replicate_for_data_parallel()) is type(model)
 
@@ -852,8 +848,7 @@ def test_pickle_says_what_to_do(part):
     acl.nn.patch(model)
     with pytest.raises(ConfigError, match=r"a patched model cannot be pickled: save its state_dict\(\)"):
         pickle.dumps(model.get_submodule(part))
-    with pytest.raises(ConfigError, match="cannot be pickled"):
-        torch.save(model, io.BytesIO())
+    assert_raises(ConfigError, "cannot be pickled", lambda: torch.save(model, io.BytesIO()))
     acl.nn.unpatch(model)
     pickle.dumps(model)
 

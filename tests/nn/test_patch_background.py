@@ -16,6 +16,7 @@ from accelerant.runtime.compilation import background, triton
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
 from accelerant.runtime.dispatch import operations
+from refusals import assert_raises
 
 TARGET = "sm_90"
 
@@ -138,7 +139,5 @@ def test_a_model_to_compile_for_is_a_folder_or_a_type():
     assert type(model_of("gpt2", torch.device("meta"))).__name__ == "GPT2LMHeadModel"
     assert type(model_of("t5", torch.device("meta"))).__name__ == "T5ForConditionalGeneration"
     assert type(model_of("bert", torch.device("meta"))).__name__ == "BertForMaskedLM"
-    with pytest.raises(ConfigError, match="--model vit: ViTConfig has no language model"):
-        model_of("vit", torch.device("meta"))
-    with pytest.raises(ConfigError, match=r"--model \./nowhere: "):
-        model_of("./nowhere", torch.device("meta"))
+    assert_raises(ConfigError, "--model vit: ViTConfig has no language model", model_of, "vit", torch.device("meta"))
+    assert_raises(ConfigError, r"--model \./nowhere: ", model_of, "./nowhere", torch.device("meta"))

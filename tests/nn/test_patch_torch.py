@@ -15,6 +15,7 @@ import accelerant as acl
 from accelerant.errors import ConfigError
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.streams.graphs import ahead_of_capture
+from refusals import assert_raises
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -201,8 +202,7 @@ def test_accelerate_in_mixed_precision_and_the_way_back():
     acl.nn.patch(model)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     assert accelerator.prepare(model)(x).dtype == torch.float32
-    with pytest.raises(ConfigError, match="was replaced after patch"):
-        acl.nn.unpatch(model)
+    assert_raises(ConfigError, "was replaced after patch", acl.nn.unpatch, model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     torch.testing.assert_close(model(x), wanted, **TIGHT)
     acl.nn.unpatch(model)
@@ -287,8 +287,7 @@ def test_options_and_what_cannot_be_patched():
     assert {"patch(model, loss=False)", "patch(model, embedding=False)"} <= {each.reason for each in report.left}
     with pytest.warns(UserWarning, match=r"patch changed nothing in Linear"):
         acl.nn.patch(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"patch takes a torch\.nn\.Module, got int"):
-        acl.nn.patch(3)
+    assert_raises(ConfigError, r"patch takes a torch\.nn\.Module, got int", acl.nn.patch, 3)
 
 
 def test_transformers_need_not_be_installed(monkeypatch):

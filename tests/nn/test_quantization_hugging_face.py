@@ -8,6 +8,7 @@ from torch import nn
 
 import accelerant.nn as ann
 from accelerant.errors import ConfigError
+from refusals import assert_raises
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -78,8 +79,7 @@ def test_a_state_dict_loads_where_it_fits_and_nowhere_else(way, tmp_path):
     other.load_state_dict(state)
     assert torch.equal(other(IDX).logits, wanted)
     before = plain(IDX).logits
-    with pytest.raises(RuntimeError, match=r"Missing key.*q_proj\.weight"):
-        plain.load_state_dict(state)
+    assert_raises(RuntimeError, r"Missing key.*q_proj\.weight", plain.load_state_dict, state)
     report = plain.load_state_dict(state, strict=False)
     assert {name.rpartition(".")[2] for name in report.unexpected_keys} == {"weight_int8", "scale"}
     assert difference(plain(IDX).logits, before) == 0
@@ -178,8 +178,7 @@ def test_trainer_refuses_a_model_without_adapters_and_saves_adapters(tmp_path):
     data = [{"input_ids": IDX[0], "labels": IDX[0]}] * 2
     options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "max_steps": 1, "learning_rate": 1e-2}
     arguments = transformers.TrainingArguments(str(tmp_path), **options)
-    with pytest.raises(ValueError, match="attach trainable adapters"):
-        transformers.Trainer(model, arguments, train_dataset=data)
+    assert_raises(ValueError, "attach trainable adapters", transformers.Trainer, model, arguments, train_dataset=data)
     adapted = peft.get_peft_model(model, METHODS["lora"])
     before = adapted(IDX).logits
     trainer = transformers.Trainer(adapted, arguments, train_dataset=data)

@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn import GRU, LSTM, RNN
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 
 
 @pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
@@ -48,8 +49,7 @@ def test_a_batch_of_no_rows_has_gradients(kind):
 
 
 def test_another_nonlinearity_is_refused():
-    with pytest.raises(ConfigError, match="nonlinearity must be tanh or relu, got 'gelu'"):
-        RNN(3, 4, nonlinearity="gelu")
+    assert_raises(ConfigError, "nonlinearity must be tanh or relu, got 'gelu'", RNN, 3, 4, nonlinearity="gelu")
 
 
 @pytest.mark.parametrize(("kind", "op"), [(LSTM, "lstm_fwd"), (GRU, "gru_fwd"), (RNN, "rnn_fwd")])
@@ -63,17 +63,12 @@ def test_the_ledger_counts_it(kind, op):
 def test_refuses(kind):
     name = kind.__name__
     for arguments, words in (((0, 4), "at least 1"), ((3, 4, 0), "at least 1")):
-        with pytest.raises(ConfigError, match=words):
-            kind(*arguments)
-    with pytest.raises(ConfigError, match="there is one"):
-        kind(3, 4, dropout=0.1)
-    with pytest.raises(ConfigError, match=r"below 1, got 1\.5"):
-        kind(3, 4, 2, dropout=1.5)
+        assert_raises(ConfigError, words, kind, *arguments)
+    assert_raises(ConfigError, "there is one", kind, 3, 4, dropout=0.1)
+    assert_raises(ConfigError, r"below 1, got 1\.5", kind, 3, 4, 2, dropout=1.5)
     layer = kind(3, 4, batch_first=True)
-    with pytest.raises(ShapeError, match=rf"{name} takes \(B, T, 3\)"):
-        layer(torch.zeros(2, 3))
-    with pytest.raises(ShapeError, match=rf"{name} takes \(B, T, 3\)"):
-        layer(torch.zeros(2, 0, 3))
+    assert_raises(ShapeError, rf"{name} takes \(B, T, 3\)", layer, torch.zeros(2, 3))
+    assert_raises(ShapeError, rf"{name} takes \(B, T, 3\)", layer, torch.zeros(2, 0, 3))
     with pytest.raises(UnsupportedDtype, match="parameters of float32, x is float64"):
         layer(torch.zeros(2, 5, 3, dtype=torch.float64))
     wrong = torch.zeros(1, 3, 4)

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import accelerant
 from accelerant import nn
 from accelerant.errors import ConfigError, ShapeError
+from refusals import assert_raises
 
 IMAGE, ROWS, SEQUENCES = (2, 4, 9, 11), (3, 5, 8), (5, 2, 8)
 CALLS = {
@@ -94,8 +95,7 @@ def test_recurrent_layers_have_torchs_positions():
         ours, theirs = (getattr(each, name)(*args) for each in (nn, torch.nn))
         assert repr(ours) == repr(theirs)
         assert list(ours.state_dict()) == list(theirs.state_dict())
-    with pytest.raises(ConfigError, match="GRU has no projections: proj_size is for LSTM"):
-        nn.GRU(8, 4, proj_size=2)
+    assert_raises(ConfigError, "GRU has no projections: proj_size is for LSTM", nn.GRU, 8, 4, proj_size=2)
     with pytest.raises(ShapeError, match=r"LSTM takes \(T, B, 8\), T at least 1, got \(0, 2, 8\)"):
         nn.LSTM(8, 4)(torch.zeros(0, 2, 8))
 
@@ -181,8 +181,7 @@ def test_a_layer_is_made_on_a_device_in_a_dtype_and_copied(name, args):
     (lambda: nn.RMSNorm(width=4), r"RMSNorm\(\) has no argument width= any more: it is normalized_shape= now"),
 ])  # fmt: skip
 def test_names_of_before_name_those_of_today(make, words):
-    with pytest.raises(TypeError, match=words):
-        make()
+    assert_raises(TypeError, words, make)
 
 
 def test_names_of_transformers_and_of_torchs_encoder_layer_are_understood():
@@ -236,8 +235,7 @@ def test_optimizers_understand_the_learning_rate_by_its_long_name():
     (lambda: nn.train.Outcome, r"Outcome is accelerant\.nn\.train\.TrainingOutcome now"),
 ])  # fmt: skip
 def test_a_name_that_is_not_there_is_refused(read, words):
-    with pytest.raises(AttributeError, match=words):
-        read()
+    assert_raises(AttributeError, words, read)
 
 
 def test_dtypes_are_understood_by_their_names(tmp_path):
@@ -250,7 +248,6 @@ def test_dtypes_are_understood_by_their_names(tmp_path):
     step = nn.train.TrainStep(gpt, optimizer, gpt.loss, precision="bf16", reduce_dtype="float")
     assert step([torch.zeros(2, 1, 4, dtype=torch.int64).unbind()], learning_rate=0.1).loss.isfinite()
     for make in (lambda: nn.GPT.from_pretrained(tmp_path, dtype="bf17"), lambda: nn.optim.SGD([], state_dtype="nn")):
-        with pytest.raises(ConfigError, match="a dtype must be one of torch's or its name"):
-            make()
+        assert_raises(ConfigError, "a dtype must be one of torch's or its name", make)
     with pytest.raises(TypeError, match=r"save_pretrained\(\) has no argument path= any more: it is out= now"):
         gpt.save_pretrained(path=tmp_path)

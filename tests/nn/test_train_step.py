@@ -9,6 +9,7 @@ from accelerant.nn import GPT, GPTConfig, layers, optim
 from accelerant.nn.layers import LowWeights, lowered
 from accelerant.nn.train.step import LossScale, Same, StepResult, TrainStep
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 
 CONFIG = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16)
 
@@ -178,8 +179,7 @@ def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monk
     saved = optimizer.state_dict()["param_groups"]
     assert [group["lr"] for group in saved] == [rate] * len(saved)
     monkeypatch.setattr(step, "_on_side_stream", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step(batches(1), 0.1)
+    assert_raises(ZeroDivisionError, None, lambda: step(batches(1), 0.1))
     assert type(optimizer.param_groups[0]["lr"]) is float
 
 
@@ -192,8 +192,7 @@ def test_a_loss_that_is_no_scalar_is_named_before_anything_changes(found, match)
     one = model()
     step = TrainStep(one, optim.AdamW(one.parameters()), lambda *_: found)
     before = [param.detach().clone() for param in one.parameters()]
-    with pytest.raises(ShapeError, match=match):
-        step(batches(1), 1e-2)
+    assert_raises(ShapeError, match, lambda: step(batches(1), 1e-2))
     assert all(param.grad is None for param in one.parameters())
     assert all(map(torch.equal, before, one.parameters()))
 
@@ -215,16 +214,14 @@ def test_results_stay_as_they_were():
 ])  # fmt: skip
 def test_values_without_a_meaning_are_refused(options, match):
     one = model()
-    with pytest.raises(ConfigError, match=match):
-        TrainStep(one, optim.AdamW(one.parameters()), one.loss, **options)
+    assert_raises(ConfigError, match, lambda: TrainStep(one, optim.AdamW(one.parameters()), one.loss, **options))
 
 
 def test_calls_without_a_meaning_are_refused():
     one = model()
     step = TrainStep(one, optim.AdamW(one.parameters()), one.loss, accumulate=2)
     before = [param.detach().clone() for param in one.parameters()]
-    with pytest.raises(ConfigError, match="takes 2 batches, got 1"):
-        step(batches(1), 1e-3)
+    assert_raises(ConfigError, "takes 2 batches, got 1", lambda: step(batches(1), 1e-3))
     for rate in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match="learning_rate must be at least 0"):
             step(batches(2), rate)
@@ -289,8 +286,7 @@ def test_a_graph_of_older_copies_is_not_gone_back_through(fused):
         loss = one.loss(*batch)
     with low.refreshed():
         pass
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
 # --- which layers run as one function --------------------------------------------------------------------------------

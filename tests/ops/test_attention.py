@@ -15,6 +15,7 @@ from accelerant.ops.attention import attention_reference, backends, launch
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
 from processes import printed
+from refusals import assert_raises
 
 module = importlib.import_module("accelerant.ops.attention")  # whose name is the function's in accelerant.ops
 
@@ -399,20 +400,15 @@ def test_formulas_of_the_dense_backward_pass():
     (((1, 3, 3, 8), (1, 0, 3, 8), (1, 0, 3, 8)), "must divide those of q, got 0 and 3"),
 ])  # fmt: skip
 def test_refuses_shapes(shapes, words):
-    with pytest.raises(ShapeError, match=words):
-        ops.attention(*map(torch.zeros, shapes))
+    assert_raises(ShapeError, words, lambda: ops.attention(*map(torch.zeros, shapes)))
 
 
 def test_refuses_dtypes_devices_and_windows():
     x = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(UnsupportedDtype, match=r"attention takes .*; k is int64"):
-        ops.attention(x, x.long(), x)
-    with pytest.raises(UnsupportedDtype, match="one dtype, got float32, float16, float32"):
-        ops.attention(x, x.half(), x)
-    with pytest.raises(ShapeError, match="one device; they are on cpu, cpu and meta"):
-        ops.attention(x, x, x.to("meta"))
-    with pytest.raises(ConfigError, match="window must be at least 0, got -2"):
-        ops.attention(x, x, x, window=-2)
+    assert_raises(UnsupportedDtype, r"attention takes .*; k is int64", lambda: ops.attention(x, x.long(), x))
+    assert_raises(UnsupportedDtype, "one dtype, got float32, float16, float32", lambda: ops.attention(x, x.half(), x))
+    assert_raises(ShapeError, "one device; they are on cpu, cpu and meta", lambda: ops.attention(x, x, x.to("meta")))
+    assert_raises(ConfigError, "window must be at least 0, got -2", ops.attention, x, x, x, window=-2)
 
 
 # --- packed sequences ------------------------------------------------------------------------------------------------
@@ -478,8 +474,7 @@ def test_packed_heads_of_a_projection(interpreted):
 ])  # fmt: skip
 def test_refuses_packed(change, error, words):
     args = [change.get(at, x) for at, x in enumerate(packed(((2, 2), (3, 3))))]
-    with pytest.raises(error, match=words):
-        ops.attention_varlen(*args)
+    assert_raises(error, words, ops.attention_varlen, *args)
 
 
 # --- what the kernels need -------------------------------------------------------------------------------------------
@@ -682,8 +677,7 @@ def test_masks_under_transforms_compile_and_autocast(interpreted):
     ([[True]], TypeError, "mask is a list"),
 ])  # fmt: skip
 def test_masks_that_do_not_fit_are_refused(mask, error, message):
-    with pytest.raises(error, match=message):
-        ops.attention(*tensors(1, 2, 5, 8), mask=mask)
+    assert_raises(error, message, lambda: ops.attention(*tensors(1, 2, 5, 8), mask=mask))
 
 
 # --- segments --------------------------------------------------------------------------------------------------------
@@ -778,8 +772,7 @@ def test_segments_under_transforms_and_compile():
     (torch.arange(5)[None] << 32, {}, ConfigError, r"segments of queries must be below 2\^31"),
 ])  # fmt: skip
 def test_segments_that_do_not_fit_are_refused(segments, options, error, message):
-    with pytest.raises(error, match=message):
-        ops.attention(*tensors(1, 2, 5, 8), segments=segments, **options)
+    assert_raises(error, message, lambda: ops.attention(*tensors(1, 2, 5, 8), segments=segments, **options))
 
 
 @pytest.mark.gpu

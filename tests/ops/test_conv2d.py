@@ -16,6 +16,7 @@ from accelerant.ops._images import to_channels_first, to_channels_last
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import Case, force, operations
 from processes import printed
+from refusals import assert_raises
 
 algorithms = importlib.import_module("accelerant.ops.conv2d")
 
@@ -51,8 +52,7 @@ def test_any_settings(batch, sizes, kernel, groups, bias, stride, dilation, padd
     try:
         y = ops.conv2d(*tensors, **options)
     except ShapeError:
-        with pytest.raises(RuntimeError):
-            F.conv2d(*tensors, **options)
+        assert_raises(RuntimeError, None, F.conv2d, *tensors, **options)
         assume(False)
     torch.testing.assert_close(y, F.conv2d(*tensors, **options), rtol=1e-5, atol=1e-5)
     if batch:
@@ -145,8 +145,7 @@ X, W = torch.ones(1, 4, 5, 5), torch.ones(2, 4, 3, 3)
     ((X, W, torch.ones(2).double()), {}, UnsupportedDtype, "x and bias must .*, got float32 and float64"),
 ], ids=lambda value: "")  # fmt: skip
 def test_refuses(args, options, error, words):
-    with pytest.raises(error, match=words):
-        ops.conv2d(*args, **options)
+    assert_raises(error, words, ops.conv2d, *args, **options)
 
 
 # --- other algorithms to the library ---------------------------------------------------------------------------------

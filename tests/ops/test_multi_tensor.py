@@ -20,6 +20,7 @@ from accelerant.ops.multi_tensor import (
     sgd_step,
 )
 from accelerant.ops.registry import draw
+from refusals import assert_raises
 
 
 def sgd_reference(p, g, b, *, lr, momentum, dampening, weight_decay, nesterov, maximize=False):
@@ -463,8 +464,7 @@ def gradients_of(params, grads):
     (torch.zeros(4, dtype=torch.complex64), errors.UnsupportedDtype, "gradient 0 is complex64"),
 ])  # fmt: skip
 def test_rejects(grad, error, match):
-    with pytest.raises(error, match=match):
-        Workspace(torch.device("cpu")).table(gradients_of([torch.zeros(4)], [grad]))
+    assert_raises(error, match, lambda: Workspace(torch.device("cpu")).table(gradients_of([torch.zeros(4)], [grad])))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -501,5 +501,4 @@ def test_capture_needs_memory_that_was_set_aside(monkeypatch):
     """What a capture would meet, without a GPU: no copies that the graph cannot repeat."""
     monkeypatch.setattr(multi_tensor, "capturing", lambda device: True)
     values = multi_tensor.GroupValues(torch.device("cpu"))
-    with pytest.raises(ConfigError, match="call refresh"):
-        values.refresh(((0.1,) * 8,))
+    assert_raises(ConfigError, "call refresh", lambda: values.refresh(((0.1,) * 8,)))

@@ -13,6 +13,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.pool2d import Window, _refuses, launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, force, operations
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 
 TORCH = {"avg_pool2d": F.avg_pool2d, "max_pool2d": F.max_pool2d}
 BOTH = pytest.mark.parametrize("op", TORCH)
@@ -261,8 +262,7 @@ X = torch.ones(1, 1, 4, 4)
     (X.long(), (2,), UnsupportedDtype, "{op} takes .*; x is int64"),
 ], ids=lambda value: "")  # fmt: skip
 def test_refuses(op, x, settings, error, words):
-    with pytest.raises(error, match=words.replace("{op}", op)):
-        getattr(ops, op)(x, *settings)
+    assert_raises(error, words.replace("{op}", op), lambda: getattr(ops, op)(x, *settings))
 
 
 def test_refuses_windows_in_the_padding():
@@ -272,7 +272,5 @@ def test_refuses_windows_in_the_padding():
 
 
 def test_refuses_settings_of_one():
-    with pytest.raises(ConfigError, match="dilation must be at least 1, got 0"):
-        ops.max_pool2d(X, 2, dilation=0)
-    with pytest.raises(ConfigError, match="divisor_override must not be 0, got 0"):
-        ops.avg_pool2d(X, 2, divisor_override=0)
+    assert_raises(ConfigError, "dilation must be at least 1, got 0", ops.max_pool2d, X, 2, dilation=0)
+    assert_raises(ConfigError, "divisor_override must not be 0, got 0", ops.avg_pool2d, X, 2, divisor_override=0)

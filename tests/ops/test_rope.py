@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.rope import Llama3Scaling, rope_reference, rope_tables
+from refusals import assert_raises
 
 launch = importlib.import_module("accelerant.ops.rope")
 
@@ -205,17 +206,13 @@ def test_llama_3_scaling():
     ({"original_context": 2**63}, "original_context must be .*, got 9223372036854775808"),
 ])  # fmt: skip
 def test_scaling_refuses(options, words):
-    with pytest.raises(ConfigError, match=words):
-        Llama3Scaling(**options)
+    assert_raises(ConfigError, words, Llama3Scaling, **options)
 
 
 def test_tables_refuse():
-    with pytest.raises(ShapeError, match="D must be even and at least 2, got 7"):
-        rope_tables(4, 7)
-    with pytest.raises(ShapeError, match="S must be at least 0, got -1"):
-        rope_tables(-1, 8)
-    with pytest.raises(ConfigError, match=r"base must be above 0, got 0\.0"):
-        rope_tables(4, 8, base=0.0)
+    assert_raises(ShapeError, "D must be even and at least 2, got 7", rope_tables, 4, 7)
+    assert_raises(ShapeError, "S must be at least 0, got -1", rope_tables, -1, 8)
+    assert_raises(ConfigError, r"base must be above 0, got 0\.0", rope_tables, 4, 8, base=0.0)
 
 
 # --- rejections ------------------------------------------------------------------------------------------------------
@@ -236,5 +233,4 @@ PAIRS_WANTED = r"x must be \(B, H, S, D\) with an even D of at least 2, got"
     (X, TABLE, TABLE.to("meta"), ShapeError, "sin must be on cpu, where x is; it is on meta"),
 ])  # fmt: skip
 def test_refuses(x, cos, sin, error, words):
-    with pytest.raises(error, match=words):
-        ops.rope(x, cos, sin)
+    assert_raises(error, words, ops.rope, x, cos, sin)

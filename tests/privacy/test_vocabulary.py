@@ -20,6 +20,7 @@ from accelerant.errors import ConfigError
 from accelerant.privacy import dp, federated, he, mpc
 from accelerant.privacy.mpc.secagg import run_round
 from accelerant.privacy.mpc.secagg.protocol import make_identities
+from refusals import assert_raises
 
 EVENT = dp.PrivacyEvent("gaussian", 1.0)
 
@@ -59,8 +60,7 @@ def test_floats_that_could_be_exchanged_are_keywords():
     lambda: mpc.SecureAggregation(3, 2, 4, 8.0), lambda: dp.PrivacyEvent("gaussian", 1.0, "poisson", 0.1, 1, 1e-9),
 ])  # fmt: skip
 def test_numbers_without_a_name_are_refused(call):
-    with pytest.raises(TypeError, match="positional argument"):
-        call()
+    assert_raises(TypeError, "positional argument", call)
 
 
 UPDATES = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0])]
@@ -116,8 +116,7 @@ def test_a_path_is_taken_wherever_a_ledger_is(tmp_path, name):
         gc.collect()  # a Privatizer that nobody uses any more releases its file
         with dp.PrivacyLedger(path, unit=unit, neighbouring=dp.PrivacyLedger.read(path).neighbouring) as ledger:
             assert sum(event.count for event in ledger.events) == count
-    with pytest.raises(ConfigError, match="ledger must be a PrivacyLedger, a path or None, got int"):
-        release(3)
+    assert_raises(ConfigError, "ledger must be a PrivacyLedger, a path or None, got int", release, 3)
 
 
 @pytest.mark.parametrize("aggregator", ["client", "server"])
@@ -158,8 +157,7 @@ def test_a_ledgers_file_keeps_its_unit(tmp_path):
     lambda: dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0, secure=False),
 ])  # fmt: skip
 def test_what_weakens_noise_is_called_insecure(call):
-    with pytest.raises(TypeError, match="no argument secure= any more: it is insecure=, its opposite, now"):
-        call()
+    assert_raises(TypeError, "no argument secure= any more: it is insecure=, its opposite, now", call)
 
 
 def test_make_private_takes_insecure_and_its_opposite():
@@ -174,8 +172,7 @@ def test_make_private_takes_insecure_and_its_opposite():
     with pytest.raises(ConfigError, match="give either insecure or secure, its opposite; got True and True"):
         source(insecure=True, secure=True)
     for wrong in ({"insecure": "no"}, {"insecure": 1}, {"secure": "no"}, {"secure": 0}):
-        with pytest.raises(ConfigError, match="secure must be True or False, got"):
-            source(**wrong)
+        assert_raises(ConfigError, "secure must be True or False, got", source, **wrong)
     with pytest.raises(ConfigError, match="insecure must be True or False, got 'no'"):
         dp.gaussian_noise_(torch.zeros(2), 1.0, insecure="no")
 
@@ -187,8 +184,7 @@ def test_a_bound_of_elements_is_called_max_abs():
         lambda: mpc.secure_aggregate(UPDATES, 2, clip=1.0),
         lambda: federated.simulate(nn.Linear(2, 2), (torch.zeros(3, 2), torch.zeros(3)), clients=3, clip=1.0),
     ):
-        with pytest.raises(TypeError, match="no argument clip= any more: it is max_abs= now"):
-            call()
+        assert_raises(TypeError, "no argument clip= any more: it is max_abs= now", call)
 
 
 def test_a_learning_rate_has_its_short_name():
@@ -291,8 +287,7 @@ def test_values_that_differ_in_little_differ(keys, shares, values):
 
 def test_private_keys_are_not_pickled(keys):
     for private, duplicate in itertools.product(keys[1::2], (pickle.dumps, copy.copy, copy.deepcopy)):
-        with pytest.raises(ConfigError, match="a private key is not pickled or copied"):
-            duplicate(private)
+        assert_raises(ConfigError, "a private key is not pickled or copied", duplicate, private)
 
 
 def test_representations_say_what_a_person_wants(tmp_path, values):
@@ -325,8 +320,7 @@ def test_devices_are_given_as_elsewhere(device, keys, shares):
         assert mpc.shamir.combine(mpc.shamir.split([1, 2], 2, 3, device=device), device=device).tolist() == [1, 2]
         assert keys[0].encrypt([1], device=device).residues.space.label == "cpu"
         assert he.bfv.PublicKey.from_bytes(keys[2].to_bytes(), device=device) == keys[2]
-    with pytest.raises(ConfigError, match="device must be a name"):
-        setup.server(0, public, device=3)
+    assert_raises(ConfigError, "device must be a name", setup.server, 0, public, device=3)
 
 
 # --- names of the packages --------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
 from accelerant.tensors import DeviceTensor
 from accelerant.testing import FakeProvider
+from refusals import assert_raises
 from requirements import require_backend
 
 
@@ -155,8 +156,7 @@ def test_a_device_that_fails_is_set_aside_and_the_next_backend_serves(present, m
     assert reasons == ["set aside: the self-test does not run: DeviceLost: gone"] * 2
     assert registry.find_device().backend == "webgpu"
     assert provider.counts[method] == 2  # tested once
-    with pytest.raises(BackendUnavailable):
-        registry.find_device("apple")
+    assert_raises(BackendUnavailable, None, registry.find_device, "apple")
 
 
 def test_a_test_that_is_postponed_is_made_at_a_later_choice(present, monkeypatch):
@@ -237,8 +237,7 @@ def test_an_opencl_gpu_is_chosen_and_another_kind_is_not(opencl_gpu, monkeypatch
     assert registry.find_device(torch_tensors=True).label == "cpu:0"
     monkeypatch.setattr(OpenclProvider, "automatic_kinds", ("accelerator",))
     assert registry.find_device().label == "cpu:0"
-    with pytest.raises(BackendUnavailable):
-        registry.find_device("gpu")
+    assert_raises(BackendUnavailable, None, registry.find_device, "gpu")
 
 
 def test_the_library_runs_on_the_opencl_gpu_that_auto_means(opencl_gpu):
@@ -259,8 +258,7 @@ def test_streams_of_auto_are_the_cpus_where_the_device_has_none(opencl_gpu):
     x = np.arange(5, dtype=np.float32)
     np.testing.assert_array_equal(copy_async(x).result().numpy(), x)
     assert Stream().device.label == Stream.current().device.label == "cpu:0"
-    with pytest.raises(UnsupportedCase, match="opencl works through its provider's one queue"):
-        Stream("opencl")
+    assert_raises(UnsupportedCase, "opencl works through its provider's one queue", Stream, "opencl")
 
 
 def test_training_on_auto_takes_the_opencl_gpu_where_it_can(opencl_gpu):

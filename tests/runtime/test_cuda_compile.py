@@ -22,6 +22,7 @@ from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.providers import cuda_launch
 from accelerant.runtime.providers.cuda import CudaProvider
+from refusals import assert_raises
 
 softmax_op = importlib.import_module("accelerant.ops.softmax")
 
@@ -56,8 +57,7 @@ def test_the_log_of_a_broken_kernel_names_its_line():
 def test_options_reach_nvrtc():
     text = 'extern "C" __global__ void k(int *x) { x[0] = WIDTH; }'
     plain = KernelSource("k", {"cuda": text}, {"k": ("*i32",)})
-    with pytest.raises(CompileError, match='identifier "WIDTH" is undefined'):
-        compile_cuda(plain, "sm_90")
+    assert_raises(CompileError, 'identifier "WIDTH" is undefined', compile_cuda, plain, "sm_90")
     codes = {compile_cuda(replace(plain, options=(f"-DWIDTH={width}",)), "sm_90").code for width in (1, 2)}
     assert len(codes) == 2
     for_ptxas = compile_cuda(replace(plain, options=("-DWIDTH=1", "--ptxas-options=-O0")), "sm_90")
@@ -255,8 +255,7 @@ def test_each_start_of_a_kernel_has_its_own_arguments(monkeypatch):
         ((3, 5, 0.5), "argument 0: wanted a buffer, got int"),
         ((x, 5.5, 0.5), r"argument 1: wanted u32, got 5\.5"),
     ):
-        with pytest.raises(LaunchError, match=message):
-            kernel.start((2,), (64,), args, 11)
+        assert_raises(LaunchError, message, kernel.start, (2,), (64,), args, 11)
     with pytest.raises(LaunchError, match=r"a grid has 1 to .* blocks along its axes, got \(0,\)"):
         kernel.start((0,), (64,), (x, 5, 0.5), 11)
     with pytest.raises(LaunchError, match=r"structs are launched by LoadedKernel\.pack"):
@@ -281,8 +280,7 @@ def test_a_triton_kernel_that_does_not_compile_is_not_compiled_again_for_other_s
     assert len(compiled) == 1
     assert len(set(map(id, raised))) == 3  # or the traceback of one would grow
     assert {error.log for error in raised} == {"the log"}
-    with pytest.raises(CompileError):
-        kernel._prepare((32,), (32,), (torch.ones(16), 32), {"BLOCK": 128}, 4, 3)
+    assert_raises(CompileError, None, kernel._prepare, (32,), (32,), (torch.ones(16), 32), {"BLOCK": 128}, 4, 3)
     assert len(compiled) == 2
 
 
@@ -315,8 +313,7 @@ def test_a_lack_of_memory_while_loading_is_tried_again(monkeypatch):
         return outcome
 
     monkeypatch.setattr(triton, "_cuda", lambda: SimpleNamespace(compile=compiles))
-    with pytest.raises(OutOfMemory):
-        kernel._prepare((1,), (1,), (torch.ones(16),), {}, 4, 3)
+    assert_raises(OutOfMemory, None, kernel._prepare, (1,), (1,), (torch.ones(16),), {}, 4, 3)
     assert kernel._prepare((1,), (1,), (torch.ones(16),), {}, 4, 3) == "ready"
 
 

@@ -29,6 +29,7 @@ from accelerant.runtime.dispatch import Case, Implementation, explain, explain_q
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
 from accelerant.runtime.provider import Launches, noted, watched
+from refusals import assert_raises
 
 
 def test_the_first_that_does_not_refuse_runs(book):
@@ -47,8 +48,7 @@ def test_no_implementation_is_an_error_with_every_reason(book):
     op = operation(
         Implementation("a", print, lambda case: "too odd"), Implementation("b", print, lambda case: "too even")
     )
-    with pytest.raises(UnsupportedCase, match=r"4x8 float32 on cpu \(a: too odd; b: too even\)"):
-        op(CASE)
+    assert_raises(UnsupportedCase, r"4x8 float32 on cpu \(a: too odd; b: too even\)", op, CASE)
 
 
 def test_a_bound_call_is_counted_and_obeys_what_changes(book):
@@ -70,8 +70,7 @@ def test_a_bound_call_is_counted_and_obeys_what_changes(book):
 
 
 def test_what_is_explained_must_be_a_function():
-    with pytest.raises(ConfigError, match=r"takes a function, as accelerant\.ops\.gelu, .* got 'gelu'"):
-        explain_quietly("gelu", 7)
+    assert_raises(ConfigError, r"takes a function, as accelerant\.ops\.gelu, .* got 'gelu'", explain_quietly, "gelu", 7)
 
 
 def test_a_bound_call_that_fails_falls_back(book):
@@ -212,8 +211,7 @@ def test_where_everything_fails_the_last_error_is_raised_and_nothing_fell_back(b
     op = operation(
         Implementation("fast", failing(OutOfMemory("8 bytes"))), Implementation("slow", failing(LaunchError("refused")))
     )
-    with pytest.raises(LaunchError, match="refused"):
-        op(CASE)
+    assert_raises(LaunchError, "refused", op, CASE)
     assert not book.to_dict()["fallbacks"]
 
 
@@ -253,8 +251,7 @@ def test_what_is_broken_is_kept_for_few_cases_and_holds_no_tensor(book, monkeypa
 
 
 def test_the_last_failure_and_unknown_errors_pass_through(book):
-    with pytest.raises(CompileError):
-        operation(Implementation("only", failing(CompileError("no"))))(CASE)
+    assert_raises(CompileError, None, lambda: operation(Implementation("only", failing(CompileError("no"))))(CASE))
     with pytest.raises(ZeroDivisionError):
         operation(Implementation("a", failing(ZeroDivisionError())), Implementation("b", lambda: 1))(CASE)
     failures = {row["implementation"]: row["failures"] for row in book.to_dict()["ops"]}
@@ -337,8 +334,7 @@ def test_host_memory_that_runs_out_is_out_of_memory(call):
     gc.collect()
     gc.freeze()  # each error lists the largest tensors among all objects of the process that are not frozen
     for _ in range(6):  # calls after the fourth are left to torch at once
-        with pytest.raises(OutOfMemory):
-            call(x)
+        assert_raises(OutOfMemory, None, call, x)
 
 
 def test_calls_from_threads_are_all_counted(book):
@@ -477,8 +473,7 @@ def test_memory_that_runs_out_after_a_launch_is_followed_by_none(book):
 def test_a_library_that_changes_its_arguments_is_never_followed(book):
     op = changing(("library", Step(LaunchError("refused"), launched=False), False), ("plain", add_ten, True))
     x = torch.zeros(2)
-    with pytest.raises(AccelerantError, match="library may have changed"):
-        op(CASE, x)
+    assert_raises(AccelerantError, "library may have changed", op, CASE, x)
     assert x.tolist() == [0, 0]
 
 
@@ -486,8 +481,7 @@ def test_the_one_that_follows_is_watched_as_well(book):
     first, second = Step(CompileError("odd", "log"), launched=False), Step(LaunchError("refused"), launched=True)
     op = changing(("fast", first, True), ("middle", second, True), ("plain", add_ten, False))
     x = torch.zeros(2)
-    with pytest.raises(AccelerantError, match="middle may have changed"):
-        op(CASE, x)
+    assert_raises(AccelerantError, "middle may have changed", op, CASE, x)
     assert x.tolist() == [1, 1]
 
 
@@ -544,8 +538,7 @@ def test_a_call_is_not_left_to_torch_while_anything_is_forced(book):
 
 def test_what_torch_raises_is_counted(book):
     op = operation(Implementation("torch", failing(RuntimeError("torch says no")), differentiable=True))
-    with pytest.raises(RuntimeError, match="torch says no"):
-        op(CASE, 1)
+    assert_raises(RuntimeError, "torch says no", op, CASE, 1)
     (row,) = book.to_dict()["ops"]
     assert (row["calls"], row["failures"]) == (1, 1)
 

@@ -17,6 +17,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, e
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.providers.cpu import CpuProvider
 from accelerant.runtime.providers.cuda_launch import cuda_error
+from refusals import assert_raises
 
 CPU = torch.device("cpu")
 
@@ -97,8 +98,7 @@ def test_with_fallback_off_the_step_raises_and_the_next_one_is_right(device, mon
     expected = step(device)
     with monkeypatch.context() as patch, override(fallback="forbid"):
         count_launches(patch, 3, LaunchError("call 3 refused"))
-        with pytest.raises(LaunchError, match="call 3 refused"):
-            step(device)
+        assert_raises(LaunchError, "call 3 refused", step, device)
     for result, right in zip(step(device), expected, strict=True):
         assert torch.equal(result, right)
 
@@ -107,8 +107,7 @@ def test_a_lost_device_is_never_worked_around(device, monkeypatch):
     count_launches(monkeypatch, 2, DeviceLost("kernel 'x': CUDA_ERROR_ILLEGAL_ADDRESS"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
-            step(device)
+        assert_raises(DeviceLost, "ILLEGAL_ADDRESS", step, device)
     assert not ledger().to_dict()["fallbacks"]
 
 
@@ -121,8 +120,7 @@ def test_an_error_that_the_provider_calls_sticky_becomes_device_lost(monkeypatch
     with pytest.raises(RuntimeError, match="illegal memory access"):
         op(case)  # on the CPU such words mean nothing
     monkeypatch.setattr(CpuProvider, "lost", lambda self, error: cuda_error(str(error), "the device"))
-    with pytest.raises(DeviceLost, match="This process can no longer use the device"):
-        op(case)
+    assert_raises(DeviceLost, "This process can no longer use the device", op, case)
 
 
 @pytest.mark.parametrize(("text", "kind"), [

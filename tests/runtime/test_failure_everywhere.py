@@ -13,6 +13,7 @@ from accelerant.errors import DeviceLost, FallbackWarning, LaunchError, OutOfMem
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.testing import fake_provider
+from refusals import assert_raises
 from requirements import require_backend
 
 pytestmark = pytest.mark.slow
@@ -97,8 +98,7 @@ def test_without_fallback_it_raises_and_the_next_sum_is_right(fake, msm, method)
     accelerator = acl.Accelerator("fake", fallback=False)
     for n in range(calls[method]):
         provider.fail(method, LaunchError("refused"), after=n)
-        with pytest.raises(LaunchError, match="refused"):
-            msm.check(accelerator)
+        assert_raises(LaunchError, "refused", msm.check, accelerator)
         msm.check(accelerator)
 
 
@@ -214,5 +214,4 @@ def test_without_fallback_a_training_step_raises(calls):
             with pytest.raises(LaunchError, match="refused"):
                 train(*on(device), counter, n, LaunchError("refused"))
             counter.set(0)
-    with pytest.raises(DeviceLost, match="gone"):
-        train(*on(device), counter, total // 2, DeviceLost("gone"))
+    assert_raises(DeviceLost, "gone", lambda: train(*on(device), counter, total // 2, DeviceLost("gone")))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from accelerant.runtime import files
 from accelerant.runtime.files import _FRESH_S, MAX_DEPTH, clipped, decode_json, open_regular, plain, typed, write_atomic
+from refusals import assert_raises
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -34,8 +35,7 @@ def test_values_are_those_of_json(value):
 def test_depth_is_bounded(opening, closing):
     deepest = opening * MAX_DEPTH + "1" + closing * MAX_DEPTH
     assert decode_json(deepest) == json.loads(deepest)
-    with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} levels"):
-        decode_json(f"{opening}{deepest}{closing}")
+    assert_raises(ValueError, f"more than {MAX_DEPTH} levels", decode_json, f"{opening}{deepest}{closing}")
 
 
 def test_brackets_side_by_side_and_in_strings_are_not_depth():
@@ -45,15 +45,13 @@ def test_brackets_side_by_side_and_in_strings_are_not_depth():
 
 @pytest.mark.parametrize("text", ["", " \n", "[", '"' + "[" * 200, b"\xff[", "]" * 200 + "[" * 50])
 def test_what_is_no_json_is_a_value_error(text):
-    with pytest.raises(ValueError, match=r"empty|Expecting|Unterminated|can't decode"):
-        decode_json(text)
+    assert_raises(ValueError, r"empty|Expecting|Unterminated|can't decode", decode_json, text)
 
 
 def test_a_hostile_text_is_read_in_linear_time():
     start = time.process_time()
     for text in ('"' + '\\"' * 500_000 + "[" * 200, "[" * 1_000_000, '"' * 999_999 + "[" * 200):
-        with pytest.raises(ValueError, match=r"."):
-            decode_json(text)
+        assert_raises(ValueError, r".", decode_json, text)
     assert time.process_time() - start < 5  # quadratic: minutes
 
 
@@ -108,10 +106,8 @@ def test_values_of_another_type_are_refused_by_name(changes, message):
 
 
 def test_a_value_that_is_no_record_and_a_missing_field_are_refused():
-    with pytest.raises(ValueError, match=r"^the shape must be an object, got \[\]"):
-        typed(Shape, [], "the shape")
-    with pytest.raises(ValueError, match=r"^the shape lacks the field 'sides'"):
-        typed(Shape, {"unit": "mm"}, "the shape")
+    assert_raises(ValueError, r"^the shape must be an object, got \[\]", typed, Shape, [], "the shape")
+    assert_raises(ValueError, r"^the shape lacks the field 'sides'", typed, Shape, {"unit": "mm"}, "the shape")
 
 
 @given(st.floats(1e-12, 1e12), st.integers(1, 9))
@@ -137,8 +133,7 @@ def test_pipes_devices_folders_and_impossible_names_are_refused_at_once(tmp_path
                 open_regular(path, flags)
             assert raised.value.filename == str(path)
     for name in ("a\0b", "\ud800"):
-        with pytest.raises(OSError, match="no name of a file"):
-            files.read_regular(name)
+        assert_raises(OSError, "no name of a file", files.read_regular, name)
 
 
 def test_files_of_the_system_are_empty_and_large_ones_are_refused(tmp_path):
@@ -157,8 +152,7 @@ def test_a_symlink_is_read_but_not_written_through(path):
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         for flags in (os.O_RDWR, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND):
-            with pytest.raises(OSError, match="it is a symlink, which is not written through"):
-                open_regular(link, flags)
+            assert_raises(OSError, "it is a symlink, which is not written through", open_regular, link, flags)
     assert not path.with_name("absent.txt").exists()
     link.unlink()
     link.symlink_to("kept.txt")
@@ -186,8 +180,7 @@ def test_a_device_a_pipe_a_folder_and_standard_output_are_not_replaced(path, tmp
     (tmp_path / "device").symlink_to("/dev/null")
     (tmp_path / "output").symlink_to("/proc/self/fd/1")  # as /dev/stdout is
     for name in ("pipe", "folder", "device", "output"):
-        with pytest.raises(OSError, match=f"it is not a regular file: '.*/{name}'"):
-            files.AtomicFile(tmp_path / name)
+        assert_raises(OSError, f"it is not a regular file: '.*/{name}'", files.AtomicFile, tmp_path / name)
     (tmp_path / "link").symlink_to("kept.txt")
     for name in ("link", "absent"):
         write_atomic(tmp_path / name, b"after")
@@ -207,8 +200,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(path):
         temporary.write_bytes(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, fails)
+    assert_raises(OSError, "disk full", write_atomic, path, fails)
     assert path.read_bytes() == b"before"
     assert list(path.parent.iterdir()) == [path]
 
@@ -219,8 +211,7 @@ def test_an_error_of_the_system_names_the_file_and_not_the_temporary_one(path, m
         raise OSError(errno.ENOSPC, "No space left on device", "another name")
 
     monkeypatch.setattr(os, failing, full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/kept.txt'"):
-        write_atomic(path, b"after")
+    assert_raises(OSError, r"No space left on device: '.*/kept.txt'", write_atomic, path, b"after")
     assert path.read_bytes() == b"before"
     assert list(path.parent.iterdir()) == [path]
 
@@ -238,8 +229,7 @@ def test_a_function_that_writes_a_file_of_another_mode_leaves_the_users_mode(pat
 
 def test_long_names_and_missing_folders(tmp_path):
     write_atomic(tmp_path / ("n" * 250), b"")
-    with pytest.raises(FileNotFoundError, match=r"none/file'"):
-        write_atomic(tmp_path / "none" / "file", b"")
+    assert_raises(FileNotFoundError, r"none/file'", write_atomic, tmp_path / "none" / "file", b"")
 
 
 # --- leftovers of killed writers -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from accelerant.runtime.monitoring.readers import TableReader
 from accelerant.runtime.provider import ComputeBackend, ComputeDevice, MemoryInfo
 from accelerant.runtime.streams.stream import Stream
 from accelerant.runtime.streams.transfer import StagingPool, copy_async, stream_chunks
+from refusals import assert_raises
 
 
 class Two:
@@ -66,15 +67,13 @@ def test_a_device_is_found_however_it_is_named(name):
     *((bad, f"or an entry of accelerant.devices\\(\\); got {shown}") for bad, shown in UNLIKE.items()),
 ])  # fmt: skip
 def test_names_without_a_device_are_refused(name, text):
-    with pytest.raises(ConfigError, match=text):
-        registry.find_device(name)
+    assert_raises(ConfigError, text, registry.find_device, name)
 
 
 def test_an_absent_backend_says_why():
     absent = next(device for device in registry.devices() if not device.available)
     for name in (absent, absent.backend, f"{absent.backend}:0"):
-        with pytest.raises(BackendUnavailable, match=absent.backend):
-            registry.find_device(name)
+        assert_raises(BackendUnavailable, absent.backend, registry.find_device, name)
 
 
 def test_the_default_device_is_that_of_the_settings():
@@ -89,11 +88,9 @@ def test_devices_are_one_or_several(two):
         assert accelerant.runtime.find_devices(alone) == [one]
     with override(backend="cuda"):
         assert accelerant.runtime.find_devices(None) == [other]
-    with pytest.raises(ConfigError, match=r"devices must be at least one of them; .*; got \[\]"):
-        registry.find_devices([])
+    assert_raises(ConfigError, r"devices must be at least one of them; .*; got \[\]", registry.find_devices, [])
     for bad, shown in ((3, "3"), ([one, 0.5], "0.5"), (b"cpu", "99")):
-        with pytest.raises(ConfigError, match=f"got {shown}"):
-            registry.find_devices(bad)
+        assert_raises(ConfigError, f"got {shown}", registry.find_devices, bad)
 
 
 SOURCE = "ACL_KERNEL void k(ACL_GLOBAL float* x) {}"
@@ -131,10 +128,8 @@ def test_device_arguments_are_understood_alike(name):
         for device in (None, "auto", "cpu", "CPU:0", torch.device("cpu"), registry.find_device("cpu")):
             call(device)
     for bad, shown in UNLIKE.items():
-        with pytest.raises(ConfigError, match=f"device must be a name such as .*; got {shown}"):
-            call(bad)
-    with pytest.raises(ConfigError, match=r"unknown backend 'cudda' \(did you mean 'cuda'\?\)"):
-        call("cudda")
+        assert_raises(ConfigError, f"device must be a name such as .*; got {shown}", call, bad)
+    assert_raises(ConfigError, r"unknown backend 'cudda' \(did you mean 'cuda'\?\)", call, "cudda")
 
 
 def test_peers_and_free_memory(two):

@@ -20,6 +20,7 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import jobs
 from accelerant.runtime.jobs import engine_of, run_jobs
 from accelerant.zk.groth16 import Proof, VerificationKey, verify
+from refusals import assert_raises
 
 RANGE = Path(__file__).parents[1] / "vectors" / "groth16" / "range"
 
@@ -83,10 +84,8 @@ def test_workers_that_never_start():
 
 
 def test_arguments():
-    with pytest.raises(ConfigError, match='engine must be "local", "ray" or None, got \'spark\''):
-        engine_of("spark")
-    with pytest.raises(ConfigError, match=r"engine is local, and an address of Ray is given: 'auto'"):
-        engine_of("local", "auto")
+    assert_raises(ConfigError, 'engine must be "local", "ray" or None, got \'spark\'', engine_of, "spark")
+    assert_raises(ConfigError, r"engine is local, and an address of Ray is given: 'auto'", engine_of, "local", "auto")
     with pytest.raises(ConfigError, match="workers must be a whole number of at least 1, got 0"):
         next(run_jobs(refuse, [1], workers=0))
     assert engine_of(None) == "local"
@@ -143,8 +142,7 @@ def test_a_text_with_the_name_of_the_main_program_is_not_of_it():
 
 @pytest.mark.slow
 def test_a_start_that_fails():
-    with pytest.raises(ConfigError, match="no such key"):
-        next(run_jobs(refuse, [1]))
+    assert_raises(ConfigError, "no such key", lambda: next(run_jobs(refuse, [1])))
     with pytest.raises(AccelerantError, match=r"workers die before they are ready: process \d+ ended with status 7"):
         next(run_jobs(end, [1]))
 
@@ -201,8 +199,7 @@ def test_a_node_of_ray_that_is_killed(cluster, tmp_path):
     marks = tmp_path / "marks"
     marks.mkdir()
     assert acc.map(functools.partial(dies_once, str(marks)), range(6), **started) == list(range(6))
-    with pytest.raises(ValueError, match="two"):
-        acc.map(odd, [0, 1, 2], **started)
+    assert_raises(ValueError, "two", acc.map, odd, [0, 1, 2], **started)
     assert acc.map(lambda x: x + math.pi, [1], **started) == [1 + math.pi]
     with pytest.raises(ConfigError, match="the Ray cluster has no GPU"):
         next(run_jobs(refuse, [1], engine="ray", address=ray_cluster.address, backend="cuda"))

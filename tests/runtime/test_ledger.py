@@ -16,6 +16,7 @@ from accelerant.runtime.ledger import FallbackRecord, merged, quantile
 from accelerant.runtime.providers import cpu as cpu_provider
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture, counting
 from clock import Clock
+from refusals import assert_raises
 
 
 @pytest.fixture
@@ -111,8 +112,7 @@ def test_cases_beyond_the_limit_count_too(book, op):
 
 
 def test_an_unused_graph_has_nothing_to_replay():
-    with pytest.raises(LaunchError, match="'step' has nothing to replay"):
-        Graph("step").replay()
+    assert_raises(LaunchError, "'step' has nothing to replay", lambda: Graph("step").replay())
 
 
 @pytest.mark.gpu
@@ -173,8 +173,7 @@ def test_a_capture_that_fails_counts_nothing(book):
         accelerant.ops.gelu(x)
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"):
-        Graph("step", book=book).capture(step, warm_up=0)
+    assert_raises(ValueError, "no", lambda: Graph("step", book=book).capture(step, warm_up=0))
     assert book.to_dict() == {"ops": [], "fallbacks": [], "graphs": [], "phases": []}
 
 

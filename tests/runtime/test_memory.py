@@ -44,6 +44,7 @@ from accelerant.runtime.memory.peak import compare_peak, optimal_batch_size, pre
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
+from refusals import assert_raises
 from requirements import require_backend
 
 MIB = 1 << 20
@@ -107,8 +108,7 @@ def test_a_fraction_limits_buffers_on_the_cpu():
 
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "most"])
 def test_fractions_without_meaning_are_refused(fraction):
-    with pytest.raises(ConfigError, match=str(fraction)):
-        apply_limit(fraction, "cpu")
+    assert_raises(ConfigError, str(fraction), apply_limit, fraction, "cpu")
 
 
 def test_a_limited_block_refuses_buffers_and_tensors_and_ends_with_the_block():
@@ -118,10 +118,8 @@ def test_a_limited_block_refuses_buffers_and_tensors_and_ends_with_the_block():
         assert weight.view(1024, -1).t().shape == (1024, 1024)  # was there before
         allocate(MIB // 2, "cpu")
         torch.zeros(MIB // 8)
-        with pytest.raises(OutOfMemory, match=r"leaves 4,194,304 bytes alive on cpu; the limit is 1,048,576"):
-            torch.zeros(MIB)
-        with pytest.raises(OutOfMemory, match="the limit is"):
-            allocate(2 * MIB, "cpu")
+        assert_raises(OutOfMemory, r"leaves 4,194,304 bytes alive on cpu; the limit is 1,048,576", torch.zeros, MIB)
+        assert_raises(OutOfMemory, "the limit is", lambda: allocate(2 * MIB, "cpu"))
         for _ in range(20):
             torch.zeros(MIB // 8)  # freed each time
         with limit(100, "cpu"), pytest.raises(OutOfMemory):
@@ -137,13 +135,11 @@ def test_a_limited_block_refuses_buffers_and_tensors_and_ends_with_the_block():
 
 
 def test_negative_and_impossible_sizes():
-    with pytest.raises(ShapeError, match="-5"):
-        allocate(-5, "cpu")
+    assert_raises(ShapeError, "-5", allocate, -5, "cpu")
     with pytest.raises(OutOfMemory, match=r"(?s)allocate: out of memory on cpu:0.*asked   1,152,921,504,606,846,976"):
         allocate(1 << 60, "cpu")
     for call in (statistics, trim, largest_owners, available_bytes, apply_limit):
-        with pytest.raises(ConfigError, match="abacus"):
-            call(device="abacus")
+        assert_raises(ConfigError, "abacus", call, device="abacus")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -219,8 +215,7 @@ def test_the_largest_owners_are_named():
     assert sizes == sorted(sizes, reverse=True)
     assert len(largest_owners("cpu", 2)) == 2
     assert largest_owners("cpu", 0) == []
-    with pytest.raises(ConfigError, match="-1"):
-        largest_owners("cpu", -1)
+    assert_raises(ConfigError, "-1", largest_owners, "cpu", -1)
     del view, buffer, fake, secret
 
 
@@ -480,8 +475,7 @@ def test_functions_and_nested_inputs():
     assert found.error == 0
     assert found.predicted.inputs == a.nbytes + b.nbytes + 64
     assert a.grad is None
-    with pytest.raises(UnsupportedCase, match="backward=False"):
-        predict_peak(fn, [b.t(), b], {"bias": torch.zeros(16)})
+    assert_raises(UnsupportedCase, "backward=False", lambda: predict_peak(fn, [b.t(), b], {"bias": torch.zeros(16)}))
 
 
 def test_a_shared_weight_counts_once():
@@ -501,22 +495,17 @@ def test_what_cannot_be_predicted_says_why():
         def forward(self, x):
             return x[x > 0] * self.weight if x.dim() == 1 else x * self.weight * float(x.sum())
 
-    with pytest.raises(UnsupportedCase, match="depends on values"):
-        predict_peak(Picky(), torch.randn(4))
-    with pytest.raises(UnsupportedCase, match="depends on values"):
-        predict_peak(Picky(), torch.randn(4, 4))
+    assert_raises(UnsupportedCase, "depends on values", lambda: predict_peak(Picky(), torch.randn(4)))
+    assert_raises(UnsupportedCase, "depends on values", lambda: predict_peak(Picky(), torch.randn(4, 4)))
     with pytest.raises(ConfigError, match="an optimizer needs gradients"):
         predict_peak(mlp(), torch.randn(1, 64), backward=False, optimizer=torch.optim.AdamW)
     with pytest.raises(ConfigError, match="the target is a function"):
         predict_peak(lambda x: x * 2, torch.ones(2, requires_grad=True), optimizer=torch.optim.AdamW)
     with pytest.raises(ConfigError, match="that made list"):
         predict_peak(mlp(), torch.randn(1, 64), optimizer=lambda parameters: parameters)
-    with pytest.raises(ConfigError, match="got int"):
-        predict_peak(5)
-    with pytest.raises(ConfigError, match="call="):
-        predict_peak(torch.relu, torch.ones(2), call=gpt_loss)
-    with pytest.raises(ConfigError, match="meta"):
-        predict_peak(torch.relu, torch.ones(2, device="meta"))
+    assert_raises(ConfigError, "got int", predict_peak, 5)
+    assert_raises(ConfigError, "call=", predict_peak, torch.relu, torch.ones(2), call=gpt_loss)
+    assert_raises(ConfigError, "meta", predict_peak, torch.relu, torch.ones(2, device="meta"))
     with pytest.raises(UnsupportedCase, match="LBFGS"):
         predict_peak(mlp(), torch.randn(1, 64), optimizer=torch.optim.LBFGS)
 
@@ -632,8 +621,7 @@ def test_a_wrong_prediction_is_corrected_by_running(monkeypatch):
     assert found.runs[0][1] is None
 
     monkeypatch.setattr(peak, "measure_step", lambda *a, **k: (_ for _ in ()).throw(ValueError("not memory")))
-    with pytest.raises(ValueError, match="not memory"):
-        optimal_batch_size(model, inputs, budget=4 * MIB)
+    assert_raises(ValueError, "not memory", lambda: optimal_batch_size(model, inputs, budget=4 * MIB))
 
 
 def test_the_search_keeps_to_its_bounds():
@@ -690,8 +678,7 @@ def test_modes_come_back_when_the_model_fails():
     model = Fails().eval()
     model.body.train()
     before = fingerprint(copy.copy(model))
-    with pytest.raises(ValueError, match="broken model"):
-        optimal_batch_size(model, torch.zeros(2, 64), budget=MIB)
+    assert_raises(ValueError, "broken model", optimal_batch_size, model, torch.zeros(2, 64), budget=MIB)
     assert fingerprint(model)[2] == before[2]
 
 

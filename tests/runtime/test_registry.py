@@ -17,6 +17,7 @@ from accelerant.runtime.providers import cuda
 from accelerant.runtime.providers.torch_devices import TorchProvider, rocm_description, torch_provider
 from accelerant.runtime.registry import find_device
 from accelerant.testing import FakeProvider
+from refusals import assert_raises
 
 
 def test_every_backend_is_named_and_an_absent_one_says_why():
@@ -43,16 +44,13 @@ def test_choice_by_setting_argument_and_index():
         assert registry.find_device().backend == "cpu"
     hardware = [device for device in accelerant.devices() if device.available and not device.software]
     assert registry.find_device("auto") == hardware[0]
-    with pytest.raises(ConfigError, match="unknown backend 'abacus'"):
-        registry.find_device("abacus")
-    with pytest.raises(ConfigError, match="there is no number 7"):
-        registry.find_device("cpu:7")
+    assert_raises(ConfigError, "unknown backend 'abacus'", registry.find_device, "abacus")
+    assert_raises(ConfigError, "there is no number 7", registry.find_device, "cpu:7")
 
 
 def test_tensors_find_their_provider():
     assert registry.provider_of(torch.device("cpu")).name == "cpu"
-    with pytest.raises(BackendUnavailable, match="meta"):
-        registry.provider_of(torch.device("meta"))
+    assert_raises(BackendUnavailable, "meta", registry.provider_of, torch.device("meta"))
 
 
 @pytest.mark.parametrize(("script", "reason"), [
@@ -79,8 +77,7 @@ def test_the_cuda_provider_returns_unused_memory_through_torch(monkeypatch):
     provider = cuda.CudaProvider()
     provider.trim(1)
     assert emptied == [True]
-    with pytest.raises(ConfigError):
-        provider.trim(2)
+    assert_raises(ConfigError, None, provider.trim, 2)
 
 
 def test_a_backend_of_the_settings_that_is_absent_is_an_error():
@@ -108,8 +105,7 @@ def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monke
         assert absent.reason == "it does not start: RuntimeError: The NVIDIA driver on your system is too old"
         assert registry.find_device("auto").backend == "cpu"
         assert registry.reason_absent("cuda")
-        with pytest.raises(BackendUnavailable, match="driver on your system is too old"):
-            registry.find_device("cuda")
+        assert_raises(BackendUnavailable, "driver on your system is too old", registry.find_device, "cuda")
 
 
 # --- backends of other packages --------------------------------------------------------------------------------------
@@ -200,8 +196,7 @@ def test_a_package_adds_a_backend_by_an_entry_point_and_a_broken_one_is_a_reason
         "attribute": "its provider does not load: AttributeError: module 'plugin_of_tests' has no attribute 'Nothing'",
     }
     assert {name: listed[name].reason for name in reasons} == reasons
-    with pytest.raises(BackendUnavailable, match="no such bus"):
-        accelerant.Accelerator("started", fallback=False)
+    assert_raises(BackendUnavailable, "no such bus", accelerant.Accelerator, "started", fallback=False)
     registry.create("silent").allocate(8)
     assert {d.backend: d.reason for d in registry.devices()}["silent"].endswith("OSError: the bus is gone")
     assert registry.find_device("auto").backend in registry.BACKENDS
@@ -221,8 +216,7 @@ def test_a_class_or_a_provider_is_registered_and_removed():
     assert registry.find_device("registered:2").index == 2
     registry.unregister("registered")
     registry.unregister("registered")
-    with pytest.raises(ConfigError, match="unknown backend 'registered'"):
-        registry.find_device("registered")
+    assert_raises(ConfigError, "unknown backend 'registered'", registry.find_device, "registered")
     with pytest.raises(ConfigError, match=r"not the registry's for 'registered': registry.register\(it\) first"):
         registry.register(Registered) and second.execute_kernel("field_add", [1], [2])
 
@@ -236,8 +230,7 @@ def test_a_class_or_a_provider_is_registered_and_removed():
     (type("A", (FakeProvider,), {"name": "Mine"}), "A.name is 'Mine'; wanted a lower-case name"),
 ])  # fmt: skip
 def test_what_is_no_provider_is_not_registered(provider, message):
-    with pytest.raises(ConfigError, match=message):
-        registry.register(provider)
+    assert_raises(ConfigError, message, registry.register, provider)
 
 
 def test_vulkan_is_a_name_of_webgpu():
@@ -342,8 +335,7 @@ def test_such_a_provider_holds_memory_and_refuses_kernels():
     assert provider.record_event() is None
     with pytest.raises(CompileError, match="'k': Accelerant has no kernels for another"):
         provider.compile(KernelSource("k", {"cuda": ""}, {"k": ()}))
-    with pytest.raises(BackendUnavailable, match="no provider serves such tensors"):
-        torch_provider("vulkan")
+    assert_raises(BackendUnavailable, "no provider serves such tensors", torch_provider, "vulkan")
 
 
 def test_an_amd_device_is_described_from_torchs_properties():

@@ -29,6 +29,7 @@ from accelerant.runtime.streams import transfer as chunks
 from accelerant.runtime.streams.stream import Event, Future, Stream, submit
 from accelerant.runtime.streams.transfer import StagingPool, copy_async, stream_chunks
 from clock import Clock
+from refusals import assert_raises
 
 gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -75,8 +76,7 @@ def test_a_host_stream_keeps_the_order_and_direct_work_comes_after():
         submit(lambda i=i: (gate.wait(), seen.append(i)), stream=stream)
     mark = stream.record()
     assert not mark.done()
-    with pytest.raises(TimeLimitExceeded, match=r"0\.0 s"):
-        mark.synchronize(0.0)
+    assert_raises(TimeLimitExceeded, r"0\.0 s", mark.synchronize, 0.0)
     threading.Timer(0.1, gate.set).start()  # while the host waits for the stream
     with stream:
         seen.append("direct")
@@ -102,8 +102,7 @@ def test_the_shared_host_stream_works_after_a_fork():
     pending = submit(gate.wait, stream=Stream.current("cpu"))
     child = os.fork()
     if child == 0:
-        with pytest.raises(AccelerantError, match="submitted before this process was forked"):
-            pending.result()
+        assert_raises(AccelerantError, "submitted before this process was forked", pending.result)
         Stream.current("cpu").synchronize(60)
         os._exit(0 if submit(lambda: 7, stream=Stream.current("cpu")).result(60) == 7 else 1)
     gate.set()
@@ -111,13 +110,10 @@ def test_the_shared_host_stream_works_after_a_fork():
 
 
 def test_streams_of_what_has_none_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="unknown backend 'abacus'"):
-        Stream("abacus")
-    with pytest.raises(ConfigError, match="there is no number 3"):
-        Stream("cpu:3")
+    assert_raises(ConfigError, "unknown backend 'abacus'", Stream, "abacus")
+    assert_raises(ConfigError, "there is no number 3", Stream, "cpu:3")
     monkeypatch.setattr(stream_module, "find_device", lambda _: ComputeDevice("opencl", 0, "some device"))
-    with pytest.raises(UnsupportedCase, match="opencl"):
-        Stream("opencl")
+    assert_raises(UnsupportedCase, "opencl", Stream, "opencl")
 
 
 # --- futures ---------------------------------------------------------------------------------------------------------
@@ -146,15 +142,12 @@ def test_a_future_raises_what_the_function_raised(device):
 def test_a_wait_ends_at_its_limit_and_the_work_goes_on():
     gate = threading.Event()
     future = submit(gate.wait, 5.0, stream=Stream("cpu"))
-    with pytest.raises(TimeLimitExceeded, match=r"0\.01 s"):
-        future.result(0.01)
+    assert_raises(TimeLimitExceeded, r"0\.01 s", future.result, 0.01)
     assert issubclass(TimeLimitExceeded, TimeoutError)
     gate.set()
     assert future.result(60) is True
-    with pytest.raises(ConfigError, match="-1"):
-        future.result(-1)
-    with pytest.raises(ConfigError, match="wanted a function, got int"):
-        submit(3)
+    assert_raises(ConfigError, "-1", future.result, -1)
+    assert_raises(ConfigError, "wanted a function, got int", submit, 3)
 
 
 STATES = {
@@ -219,8 +212,7 @@ def test_a_wait_without_an_end_is_an_error():
     behind = submit(lambda: gate.wait(60) and later[0].result(), stream=first)
     later.append(submit(int, stream=first))
     gate.set()
-    with pytest.raises(AccelerantError, match="waits for itself, or for work that is queued behind it"):
-        behind.result(60)
+    assert_raises(AccelerantError, "waits for itself, or for work that is queued behind it", behind.result, 60)
     both = threading.Barrier(2)  # each of two streams waits for work queued on the other
 
     def cross(other):
@@ -334,19 +326,14 @@ def test_staging_takes_arrays_larger_than_its_buffers_and_each_buffer_in_turn():
     target = torch.empty_like(source)
     pool.copy(source, target, Stream("cpu"))
     assert torch.equal(source, target)
-    with pytest.raises(ConfigError, match="2 of 0 bytes"):
-        StagingPool(0)
+    assert_raises(ConfigError, "2 of 0 bytes", StagingPool, 0)
 
 
 def test_bad_arrays_are_refused():
-    with pytest.raises(ConfigError, match="wanted a NumPy array or a tensor, got list"):
-        copy_async([1, 2], "cpu")
-    with pytest.raises(UnsupportedDtype, match="datetime64"):
-        copy_async(np.zeros(2, "datetime64[s]"), "cpu")
-    with pytest.raises(UnsupportedDtype, match=">f4"):
-        copy_async(np.zeros(2, ">f4"), "cpu")
-    with pytest.raises(ConfigError, match="on meta"):
-        copy_async(torch.zeros(2, device="meta"), "cpu")
+    assert_raises(ConfigError, "wanted a NumPy array or a tensor, got list", copy_async, [1, 2], "cpu")
+    assert_raises(UnsupportedDtype, "datetime64", copy_async, np.zeros(2, "datetime64[s]"), "cpu")
+    assert_raises(UnsupportedDtype, ">f4", copy_async, np.zeros(2, ">f4"), "cpu")
+    assert_raises(ConfigError, "on meta", copy_async, torch.zeros(2, device="meta"), "cpu")
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
@@ -441,8 +428,7 @@ def test_an_error_in_fn_or_progress_leaves_nothing_under_way():
         if done >= 30:
             raise KeyboardInterrupt
 
-    with pytest.raises(ValueError, match="row 50"):
-        stream_chunks(fails, np.arange(100.0), device="cpu", chunk_bytes=8, out=out)
+    assert_raises(ValueError, "row 50", stream_chunks, fails, np.arange(100.0), device="cpu", chunk_bytes=8, out=out)
     with pytest.raises(KeyboardInterrupt):
         stream_chunks(lambda x: x, np.arange(100.0), device="cpu", chunk_bytes=8, out=out, progress=stop)
     assert (out == 7.0).all()
@@ -487,34 +473,27 @@ def test_bad_calls_are_refused_before_anything_runs():
         ({"device": "abacus"}, ConfigError, "abacus"),
         ({"device": "cpu:x"}, ConfigError, "cpu:x"),
     ]:
-        with pytest.raises(error, match=text):
-            stream_chunks(never, x, **{"device": "cpu", **arguments})
-    with pytest.raises(ConfigError, match="at least one array"):
-        stream_chunks(never, [], device="cpu")
-    with pytest.raises(ShapeError, match=r"\(4, 2\), \(3, 2\)"):
-        stream_chunks(never, [x, x[:3]], device="cpu")
-    with pytest.raises(ShapeError, match=r"\(\)"):
-        stream_chunks(never, np.array(1.0), device="cpu")
+        assert_raises(error, text, stream_chunks, never, x, **{"device": "cpu", **arguments})
+    assert_raises(ConfigError, "at least one array", stream_chunks, never, [], device="cpu")
+    assert_raises(ShapeError, r"\(4, 2\), \(3, 2\)", lambda: stream_chunks(never, [x, x[:3]], device="cpu"))
+    assert_raises(ShapeError, r"\(\)", stream_chunks, never, np.array(1.0), device="cpu")
     frozen = np.zeros((4, 2), np.float32)
     frozen.flags.writeable = False
-    with pytest.raises(ConfigError, match="out 0 is read-only"):
-        stream_chunks(never, x, device="cpu", out=frozen)
+    assert_raises(ConfigError, "out 0 is read-only", stream_chunks, never, x, device="cpu", out=frozen)
 
 
 def test_results_that_do_not_fit_are_refused():
     x = np.zeros((4, 2), np.float32)
     with pytest.raises(ShapeError, match="given 4 rows and must return as many; result 0 is \\(2,\\)"):
         stream_chunks(lambda t: t.sum(0), x, device="cpu")
-    with pytest.raises(ShapeError, match="result 0 is NoneType"):
-        stream_chunks(lambda t: (None,), x, device="cpu")
+    assert_raises(ShapeError, "result 0 is NoneType", stream_chunks, lambda t: (None,), x, device="cpu")
     with pytest.raises(ShapeError, match=r"out must be \(4, 2\) float32, got \(4, 3\) float64"):
         stream_chunks(torch.neg, x, device="cpu", out=np.zeros((4, 3)))
     with pytest.raises(ShapeError, match="now is"):
         stream_chunks(
             lambda t: t[:, : 1 + int(t.shape[0] == 1)], np.zeros((5, 2), np.float32), device="cpu", chunk_bytes=16
         )
-    with pytest.raises(UnsupportedDtype, match="bfloat16"):
-        stream_chunks(lambda t: t.bfloat16(), x, device="cpu")
+    assert_raises(UnsupportedDtype, "bfloat16", lambda: stream_chunks(lambda t: t.bfloat16(), x, device="cpu"))
 
 
 # --- on the GPU ------------------------------------------------------------------------------------------------------
@@ -565,8 +544,7 @@ def test_a_wait_for_the_device_ends_at_its_limit():
     stream = Stream("cuda")
     with stream:
         torch.cuda._sleep(400_000_000)
-    with pytest.raises(TimeLimitExceeded, match=r"0\.01 s"):
-        stream.record().synchronize(0.01)
+    assert_raises(TimeLimitExceeded, r"0\.01 s", lambda: stream.record().synchronize(0.01))
     stream.synchronize(30)
 
 
@@ -579,7 +557,5 @@ def test_a_lost_device_is_named(monkeypatch):
 
     event = stream_module._CudaEvent.__new__(stream_module._CudaEvent)
     event.event = Broken()
-    with pytest.raises(DeviceLost, match="illegal memory access"):
-        event.done()
-    with pytest.raises(DeviceLost, match="start a new one"):
-        event.synchronize()
+    assert_raises(DeviceLost, "illegal memory access", event.done)
+    assert_raises(DeviceLost, "start a new one", event.synchronize)

@@ -15,6 +15,7 @@ from accelerant.errors import ConfigError, TimeLimitExceeded
 from accelerant.nn.train import TrainConfig, Trainer, fit
 from accelerant.runtime import time_limit as module
 from accelerant.runtime.time_limit import check_time, is_limited, time_limit
+from refusals import assert_raises
 
 
 @pytest.fixture
@@ -43,8 +44,7 @@ def test_the_earlier_of_two_limits_holds_and_says_how_far_the_block_came():
     assert waits == [1]
     with time_limit(100), time_limit(1e-4, "inner"), time_limit(None, "none"):
         time.sleep(1e-3)
-        with pytest.raises(TimeoutError, match=r"^inner: "):
-            check_time("here")
+        assert_raises(TimeoutError, r"^inner: ", check_time, "here")
     assert not is_limited()
     for value in (0, -1, float("nan"), True):
         with pytest.raises(ConfigError, match="timeout must be above 0"), time_limit(value):
@@ -102,8 +102,7 @@ def test_long_calls_are_divided_so_that_they_keep_the_limit(name, shapes, rows, 
     with Accelerator("cpu", config=AcceleratorConfig(timeout_s=600)) as acc:
         torch.testing.assert_close(getattr(acc, name)(*arrays), whole)
     with Accelerator("cpu", config=AcceleratorConfig(timeout_s=1e-9)) as acc:
-        with pytest.raises(TimeLimitExceeded, match=f"after 0 of {rows} rows"):
-            getattr(acc, name)(*arrays)
+        assert_raises(TimeLimitExceeded, f"after 0 of {rows} rows", lambda: getattr(acc, name)(*arrays))
         assert acc.metrics()[name]["errors"] == 1
 
 

@@ -12,6 +12,7 @@ from accelerant.runtime.compilation import host_c
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key, explained, run_nvrtc
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, header_hashes
 from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of, find_kernels, host_code
+from refusals import assert_raises
 from requirements import require_backend
 
 SAXPY = """
@@ -106,8 +107,7 @@ def test_tensors_of_opencl_are_passed_as_they_are(debug):
             saxpy(1, 128, 2.0, x[1:], y, 4)
         with pytest.raises(UnsupportedDtype, match="wanted an array of float32, got float64"):
             saxpy(1, 128, 2.0, x.double(), y, 5)
-        with pytest.raises(LaunchError, match="wanted a contiguous array"):
-            saxpy(1, 128, 2.0, x.expand(2, 5), y, 5)
+        assert_raises(LaunchError, "wanted a contiguous array", lambda: saxpy(1, 128, 2.0, x.expand(2, 5), y, 5))
         with pytest.raises(LaunchError, match="for cpu; its arrays are on opencl:0"):
             acl.kernel(SAXPY, device="cpu")(1, 128, 2.0, x, y, 5)
         saxpy(1, 128, 2.0, torch.ones(1, 5)[:, 1], y[:1], 1)  # of the host, with the stride 5
@@ -183,8 +183,7 @@ def test_a_grid_from_the_shape(backend):
         ((2.0, y, y, 1), {"shape": -1}, "shape must be numbers of at least 0, got -1"),
         ((2.0, y, y, 1), {"shape": "x"}, "shape must be"),
     ):
-        with pytest.raises(LaunchError, match=match):
-            saxpy(*arguments, **options)
+        assert_raises(LaunchError, match, saxpy, *arguments, **options)
     with pytest.raises(LaunchError, match=r"x_stride1 wants 2 dimensions, got 1"):
         acl.kernel(ADD, device=backend)(y, np.zeros((2, 2), np.float32))
     with pytest.raises(LaunchError, match=r"pass a copy, or let the kernel take i64 x_stride0 to x_stride1"):
@@ -207,8 +206,7 @@ def test_threads_of_a_block_run_one_after_the_other_on_the_cpu():
 def test_negated_views_of_torch_are_refused():
     add, view = acl.kernel(ADD, device="cpu"), torch.zeros(2, 2, dtype=torch.complex64).conj().imag
     for x, y in ((view, torch.zeros(2, 2)), (torch.zeros(2, 2), view)):
-        with pytest.raises(LaunchError, match=r"a negated view.*resolve_neg"):
-            add(x, y)
+        assert_raises(LaunchError, r"a negated view.*resolve_neg", add, x, y)
 
 
 def test_arrays_backwards_on_the_cpu():
@@ -258,8 +256,7 @@ def test_autograd_learns_of_the_write_and_the_ledger_of_the_call():
     x, y = torch.ones(4, requires_grad=True), torch.ones(4)
     product = (x * y).sum()
     acl.kernel(SAXPY, device="cpu")(1, 4, 2.0, x, y, 4)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
+    assert_raises(RuntimeError, "modified by an inplace operation", product.backward)
     (row,) = acl.ledger().to_dict()["ops"]
     assert (row["op"], row["implementation"], row["case"], row["bytes"]) == ("saxpy", "portable", "grid 1 block 4", 32)
 
@@ -298,8 +295,7 @@ FIXED.flags.writeable = False
     (LaunchError, "grid must be one to three numbers of at least 1, got 1.5", 1.5, (2.0, X, Y, 8)),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name_and_nothing_runs(error, match, grid, args):
-    with pytest.raises(error, match=match):
-        acl.kernel(SAXPY, device="cpu")(grid, 8, *args)
+    assert_raises(error, match, lambda: acl.kernel(SAXPY, device="cpu")(grid, 8, *args))
     assert Y.tolist() == [1.0] * 8
 
 
@@ -312,8 +308,7 @@ def test_a_language_without_a_device_is_refused_with_the_reason(tmp_path):
         acl.kernel("__global__ void k(float *x) {}", device="cpu")(1, 1, X)
     with pytest.raises(ConfigError, match=r"cannot read the kernel's file '.*absent.cu': No such file"):
         acl.kernel(tmp_path / "absent.cu")
-    with pytest.raises(CompileError, match="has no kernel: mark one with __global__"):
-        acl.kernel("int main() { return 0; }")
+    assert_raises(CompileError, "has no kernel: mark one with __global__", acl.kernel, "int main() { return 0; }")
 
 
 # --- portable C on the CPU -------------------------------------------------------------------------------------------
@@ -510,8 +505,7 @@ def test_the_key_of_cuda_has_options_headers_and_shared_memory(tmp_path):
     ({"ptxas": "-v"}, "ptxas must be a list of options, got '-v'"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(options, match):
-    with pytest.raises(ConfigError, match=match):
-        acl.CompileOptions(**options)
+    assert_raises(ConfigError, match, acl.CompileOptions, **options)
 
 
 def test_an_option_that_a_compiler_cannot_keep_is_refused():
@@ -520,8 +514,7 @@ def test_an_option_that_a_compiler_cannot_keep_is_refused():
     with pytest.raises(CompileError, match="prec_div=True: OpenCL's fast math has no parts"):
         acl.CompileOptions(fast_math=True, prec_div=True).for_opencl()
     source = KernelSource("k", {"llvm": "define void @k(i64 %b, i64 %e) { ret void }"}, {"k": ()}, (), ("-O1",))
-    with pytest.raises(CompileError, match="LLVM IR takes no compile options"):
-        registry.create("cpu").compile(source)
+    assert_raises(CompileError, "LLVM IR takes no compile options", lambda: registry.create("cpu").compile(source))
 
 
 @pytest.mark.parametrize(
@@ -583,8 +576,7 @@ def test_types_by_many_names():
     ("takes_rows", r"argument 0 \(rows\): wanted an array or a number, got 'float \*\*rows'"),
 ])  # fmt: skip
 def test_what_cannot_be_called_is_refused_by_name(name, match):
-    with pytest.raises(CompileError, match=match):
-        entry_of(CUDA, "cuda", name)
+    assert_raises(CompileError, match, entry_of, CUDA, "cuda", name)
 
 
 def test_pointers_to_anything_and_to_vectors():

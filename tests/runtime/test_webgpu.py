@@ -13,6 +13,7 @@ from accelerant.config import override
 from accelerant.errors import CompileError, DeviceLost, FormatError, LaunchError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource, bindings
+from refusals import assert_raises
 from requirements import require_backend
 
 P = FIELDS["goldilocks"].modulus
@@ -117,8 +118,7 @@ def test_arrays_of_other_kernels_are_bound_in_windows(provider, opened, monkeypa
         for options in ({}, {"inverse": True, "coset": 7}):
             assert np.array_equal(zk.ntt(x, name, device="webgpu", **options), zk.ntt(x, name, **options))
         x.reshape(n, -1)[900] = ~x.dtype.type(0)
-        with pytest.raises(FormatError, match=r"x\[900\]"):
-            field.sum(x, device="webgpu")
+        assert_raises(FormatError, r"x\[900\]", field.sum, x, device="webgpu")
     assert max(bound) == 4 + 3 * 4  # input, result and twiddles are larger than a binding
 
 
@@ -130,8 +130,7 @@ def test_a_kernel_that_cannot_be_split_refuses_such_an_array(provider, opened, m
     message = (
         "16,128 bytes; a binding of this device has at most 4,096, and its arrays would be 5 bindings of at most 4"
     )
-    with pytest.raises(LaunchError, match=message):
-        provider.launch(kernel, (1,), (256,), (x, out, 2000, 2000))
+    assert_raises(LaunchError, message, provider.launch, kernel, (1,), (256,), (x, out, 2000, 2000))
     kernel, x = provider.compile(ADD, entry="more"), provider.zeros(2000, np.uint32)
     with pytest.raises(LaunchError, match="its module is neither elementwise nor"):
         provider.launch(kernel, (8,), (64,), (x, 2000, 1))
@@ -225,13 +224,11 @@ def test_the_pool_is_emptied_before_it_takes_a_quarter_of_the_memory_and_where_m
         return create(**options)
 
     monkeypatch.setattr(opened.device, "create_buffer", failing)
-    with pytest.raises(OutOfMemory, match=r"12,345,678 bytes asked on webgpu:0"):
-        provider.allocate(12_345_678)
+    assert_raises(OutOfMemory, r"12,345,678 bytes asked on webgpu:0", provider.allocate, 12_345_678)
     provider.allocate(12_345_678).free()  # the third fails, the pool is emptied, the fourth succeeds
     assert not failures
 
 
 def test_a_lost_device_is_refused_afterwards(provider, opened, monkeypatch):
     monkeypatch.setattr(opened, "lost", "as after a reset of the driver")
-    with pytest.raises(DeviceLost, match="webgpu:0: as after a reset"):
-        provider.allocate(8)
+    assert_raises(DeviceLost, "webgpu:0: as after a reset", provider.allocate, 8)

@@ -16,6 +16,7 @@ from accelerant.errors import ConfigError, FormatError, RangeError, ShapeError
 from accelerant.search import Collection
 from accelerant.search.collection import Lists
 from accelerant.search.qdrant import StoreError, edge_filter
+from refusals import assert_raises
 
 qdrant_edge = pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
 
@@ -97,8 +98,7 @@ def test_lists_find_what_is_there_and_are_saved_with_it(tmp_path, kind, metric):
     with Collection(tmp_path) as late:  # the saved lists are not of these points
         assert late.kind == "flat"
         checked(late, exactly=True)
-    with pytest.raises(ConfigError, match="kind is flat, ivf, ivfpq"):
-        Collection(tmp_path, kind="hnsw")
+    assert_raises(ConfigError, "kind is flat, ivf, ivfpq", Collection, tmp_path, kind="hnsw")
 
 
 def test_few_points_remember_their_kind(tmp_path):
@@ -269,8 +269,7 @@ def test_opens_again_with_the_same_answers(tmp_path):
     with Collection(tmp_path, dim=DIM) as collection:
         collection.upsert(range(50), vectors(50), payloads(50))
         before = collection.search(vectors(3, seed=1), 5)
-        with pytest.raises(ConfigError, match="open in another process"):
-            Collection(tmp_path)
+        assert_raises(ConfigError, "open in another process", Collection, tmp_path)
     with Collection(tmp_path) as collection:
         after = collection.search(vectors(3, seed=1), 5)
     assert after == before
@@ -282,27 +281,22 @@ def test_opens_again_with_the_same_answers(tmp_path):
 ])  # fmt: skip
 def test_another_collection_is_named(made, tmp_path, arguments, error, message):
     made.close()
-    with pytest.raises(error, match=message):
-        Collection(tmp_path, "made", **arguments)
+    assert_raises(error, message, Collection, tmp_path, "made", **arguments)
 
 
 def test_a_folder_that_is_no_collection_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="give dim"):
-        Collection(tmp_path, "new")
+    assert_raises(ConfigError, "give dim", Collection, tmp_path, "new")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("text")
-    with pytest.raises(FormatError, match="no collection"):
-        Collection(tmp_path, "other", dim=3)
+    assert_raises(FormatError, "no collection", Collection, tmp_path, "other", dim=3)
     for text in ('{"vectors": {}}', "{", '{"vectors": {"": {"size": 2, "distance": "Manhattan"}}}', "[1]",
                  '{"vectors": {"image": {"size": 2, "distance": "Dot"}}}'):  # fmt: skip
         (tmp_path / "other" / "edge_config.json").write_text(text)
-        with pytest.raises(FormatError):
-            Collection(tmp_path, "other")
+        assert_raises(FormatError, None, Collection, tmp_path, "other")
     (tmp_path / "other" / "edge_config.json").write_text('{"vectors": {"": {"size": 2, "distance": "Dot"}}}')
     (tmp_path / "other" / "segments").mkdir()
     (tmp_path / "other" / "segments" / "x").write_text("")
-    with pytest.raises(ConfigError, match="name"):
-        Collection(tmp_path, "../other")
+    assert_raises(ConfigError, "name", Collection, tmp_path, "../other")
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
@@ -331,8 +325,7 @@ def test_a_folder_that_is_no_collection_is_named(tmp_path):
     (lambda c: c.search(vectors(1), filter={"must": [{"has_vector": 3}]}), ConfigError, "does not take"),
 ])  # fmt: skip
 def test_bad_input_is_refused_and_changes_nothing(made, call, error, message):
-    with pytest.raises(error, match=message):
-        call(made)
+    assert_raises(error, message, call, made)
     assert len(made) == 300
     assert made.search(vectors(300)[17], 1).ids == [[17]]
 
@@ -482,15 +475,13 @@ def test_a_write_whose_answer_is_lost_is_seen_by_the_next_search():
 
     row = vectors(1, seed=30)
     with Collection(Lost(":memory:"), "papers", dim=DIM) as collection:
-        with pytest.raises(StoreError, match="upsert: TimeoutError"):
-            collection.upsert([5], row)
+        assert_raises(StoreError, "upsert: TimeoutError", collection.upsert, [5], row)
         assert collection.search(row, 1).ids == [[5]]
 
 
 def test_a_server_that_is_not_there_is_an_error():
     pytest.importorskip("qdrant_client", reason="needs the extra search")
-    with pytest.raises(StoreError, match="did not answer"):
-        Collection("http://127.0.0.1:9", "papers", dim=DIM)
+    assert_raises(StoreError, "did not answer", Collection, "http://127.0.0.1:9", "papers", dim=DIM)
 
 
 def test_the_old_vectors_answer_while_new_ones_are_read(made, monkeypatch):
@@ -531,14 +522,10 @@ def test_payloads_that_qdrant_could_not_read_again_are_refused(tmp_path):
     with Collection(tmp_path, "deep", dim=2, metric="ip") as made:
         made.upsert([1], [[1.0, 0.0]], [{"a": 1}])
         for payload in (deep, {"a": chr(0xD800)}, {"a": 10**400}):
-            with pytest.raises(ConfigError, match="payload must be"):
-                made.upsert([2], [[1.0, 0.0]], [payload])
-        with pytest.raises(RangeError, match="norm above 1e19"):
-            made.upsert([2], [[1e25, 0.0]])
+            assert_raises(ConfigError, "payload must be", made.upsert, [2], [[1.0, 0.0]], [payload])
+        assert_raises(RangeError, "norm above 1e19", made.upsert, [2], [[1e25, 0.0]])
         assert made.search([1.0, 0.0], np.int64(3), filter=filter).ids == [[1]]
         for _ in range(2000):
             filter = {"must": [filter]}
-        with pytest.raises(ConfigError, match="at most 64 levels"):
-            made.count(filter)
-    with pytest.raises(StoreError, match="Qdrant Edge did not"):
-        made.search([1.0, 0.0])
+        assert_raises(ConfigError, "at most 64 levels", made.count, filter)
+    assert_raises(StoreError, "Qdrant Edge did not", made.search, [1.0, 0.0])

@@ -16,6 +16,7 @@ from accelerant.nn import Llama, LlamaConfig
 from accelerant.nn.train.tokens import train_bpe_on
 from accelerant.search import DocumentIndex
 from nn.test_encoder import encoder_folder
+from refusals import assert_raises
 
 pytest.importorskip("qdrant_edge", reason="needs qdrant-edge-py, of the extra search")
 
@@ -99,8 +100,7 @@ def test_an_index_is_of_one_encoder_and_one_size(tmp_path, index, library, encod
     index.close()
     with DocumentIndex(tmp_path / "index") as again:
         assert again.add(library).unchanged == 3
-    with pytest.raises(ConfigError, match="another tokens"):
-        DocumentIndex(tmp_path / "index", tokens=21)
+    assert_raises(ConfigError, "another tokens", DocumentIndex, tmp_path / "index", tokens=21)
     moved = encoder.rename(tmp_path / "moved")
     with DocumentIndex(tmp_path / "index", encoder=moved) as again:
         assert again.add(library).unchanged == 3
@@ -108,14 +108,11 @@ def test_an_index_is_of_one_encoder_and_one_size(tmp_path, index, library, encod
     other = tmp_path / "other"
     other.mkdir()
     encoder_folder(other, "roberta")
-    with pytest.raises(ConfigError, match="another encoder:"):
-        DocumentIndex(tmp_path / "index", encoder=other)
-    with pytest.raises(FormatError, match="no index of documents"):
-        DocumentIndex(library, encoder=encoder)
+    assert_raises(ConfigError, "another encoder:", DocumentIndex, tmp_path / "index", encoder=other)
+    assert_raises(FormatError, "no index of documents", DocumentIndex, library, encoder=encoder)
     for text in ("{", "[]", '{"format": 2, "encoder": "", "fingerprint": "", "tokens": 3, "overlap": 1}'):
         (tmp_path / "index" / "documents.json").write_text(text)
-        with pytest.raises(FormatError):
-            DocumentIndex(tmp_path / "index", encoder=encoder)
+        assert_raises(FormatError, None, DocumentIndex, tmp_path / "index", encoder=encoder)
 
 
 @pytest.mark.parametrize(("tokens", "overlap"), [(39, 0), (5, 5), (5, -1)])
@@ -126,13 +123,10 @@ def test_sizes_of_chunks_out_of_range_are_refused(tmp_path, encoder, tokens, ove
 
 
 def test_questions_and_paths_that_are_none(index, tmp_path):
-    with pytest.raises(ConfigError, match="a question is a text"):
-        index.sources(" ")
-    with pytest.raises(MissingFile):
-        index.add(tmp_path / "absent")
+    assert_raises(ConfigError, "a question is a text", index.sources, " ")
+    assert_raises(MissingFile, None, index.add, tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no text"):
-        index.add(tmp_path / "empty")
+    assert_raises(ConfigError, "no text", index.add, tmp_path / "empty")
     assert index.sources("w1") == []
 
 

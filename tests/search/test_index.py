@@ -23,6 +23,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.search import Index, exact, faiss_read, faiss_write, lists, llvm_kernels, recall
+from refusals import assert_raises
 
 KINDS = ("flat", "ivf", "ivfpq")
 
@@ -186,8 +187,7 @@ def test_sparse_and_masked_vectors_are_refused():
             ask(np.ma.masked_array(x, x > 2))
     marks = np.ma.masked_array([True, True, True], [False, True, False])
     for ask in (lambda: exact(x, x, mask=marks), lambda: index.search(x, mask=marks), lambda: index.add(x, marks)):
-        with pytest.raises(UnsupportedDtype, match="is a masked array; pass"):
-            ask()
+        assert_raises(UnsupportedDtype, "is a masked array; pass", ask)
 
 
 def test_views_that_negate_are_read_as_what_they_show():
@@ -288,8 +288,7 @@ def test_bits_have_their_hamming_distance():
     index.add(x, range(1000, 1200))
     truth = exact(x[:5], x, 3, "hamming", ids=range(1000, 1200))
     assert np.array_equal(index.search(x[:5], 3).ids, truth.ids)
-    with pytest.raises(UnsupportedDtype, match="hamming"):
-        index.add(x.astype(np.float32))
+    assert_raises(UnsupportedDtype, "hamming", lambda: index.add(x.astype(np.float32)))
 
 
 def test_what_an_index_refuses():
@@ -299,8 +298,7 @@ def test_what_an_index_refuses():
         (x[:2] * np.float32("nan"), RangeError, "row 0 of x has NaN"),
         (x[:2].astype(np.uint8), UnsupportedDtype, "not for"),
     ):
-        with pytest.raises(error, match=text):
-            index.add(vector)
+        assert_raises(error, text, index.add, vector)
     for ids, text in (
         (["a"], "numbers"),
         ([1, 1], "id 1 is there"),
@@ -309,24 +307,16 @@ def test_what_an_index_refuses():
     ):
         with pytest.raises((ConfigError, UnsupportedDtype), match=text):
             index.add(x[: len(ids)], ids)
-    with pytest.raises(ShapeError, match="queries must be"):
-        index.search(x[:2, :3])
-    with pytest.raises(ConfigError, match="k must be"):
-        index.search(x, 0)
-    with pytest.raises(ConfigError, match="nprobe"):
-        index.search(x, nprobe=0)
+    assert_raises(ShapeError, "queries must be", lambda: index.search(x[:2, :3]))
+    assert_raises(ConfigError, "k must be", index.search, x, 0)
+    assert_raises(ConfigError, "nprobe", index.search, x, nprobe=0)
     assert len(index) == 900
     for options in ({"metric": "dot"}, {"kind": "hnsw"}, {"bits": 5}, {"parts": 3}, {"dim": 0}, {"lists": 0}):
-        with pytest.raises(ConfigError):
-            Index(**{"dim": 8, **options})
-    with pytest.raises(UnsupportedCase, match="hamming"):
-        Index(8, "hamming", "ivf")
-    with pytest.raises(ConfigError, match="centroids need"):
-        Index(8, kind="ivf", lists=100).add(x[:50])
-    with pytest.raises(ConfigError, match="codes of 8 bits"):
-        Index(8, kind="ivfpq").add(x[:50])
-    with pytest.raises(ConfigError, match="train before"):
-        small("ivf")[0].train(x)
+        assert_raises(ConfigError, None, Index, **{"dim": 8, **options})
+    assert_raises(UnsupportedCase, "hamming", Index, 8, "hamming", "ivf")
+    assert_raises(ConfigError, "centroids need", lambda: Index(8, kind="ivf", lists=100).add(x[:50]))
+    assert_raises(ConfigError, "codes of 8 bits", lambda: Index(8, kind="ivfpq").add(x[:50]))
+    assert_raises(ConfigError, "train before", lambda: small("ivf")[0].train(x))
 
 
 def test_an_empty_index_has_no_answers(tmp_path):
@@ -456,8 +446,7 @@ def test_truncated_and_lying_files_are_refused(kind, tmp_path):
     step = max(len(whole) // 20, 1)
     for size in [*range(0, min(len(whole), 240), 7), *range(240, len(whole), step)]:
         path.write_bytes(whole[:size])
-        with pytest.raises(FormatError, match="is not an index of FAISS"):
-            faiss_read(path)
+        assert_raises(FormatError, "is not an index of FAISS", faiss_read, path)
     for place in [*range(160), *generator.integers(0, len(whole), 150)]:
         for value in (0, 255, whole[place] ^ 1):
             path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
@@ -466,8 +455,7 @@ def test_truncated_and_lying_files_are_refused(kind, tmp_path):
             except (FormatError, UnsupportedCase):
                 continue
             changed.search(np.ones((2, changed.dim), np.float32), 3)
-    with pytest.raises(MissingFile):
-        faiss_read(tmp_path / "none")
+    assert_raises(MissingFile, None, faiss_read, tmp_path / "none")
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(tmp_path):
@@ -480,8 +468,7 @@ def test_a_disk_that_is_full_leaves_the_old_file(tmp_path):
     old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            index.save(path)
+        assert_raises(OSError, "File too large", index.save, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
@@ -517,25 +504,20 @@ def test_ids_to_remove_are_never_bits_and_never_all():
     index.add(np.ones((10, 2), np.float32), ids=np.arange(10, dtype=np.uint8))
     assert index.remove(np.array([3], np.uint8)) == 1
     assert 3 not in index.ids
-    with pytest.raises(ConfigError, match="remove needs ids"):
-        index.remove(None)
+    assert_raises(ConfigError, "remove needs ids", index.remove, None)
     assert index.remove([]) == 0
     index.add(np.ones((1, 2), np.float32), ids=[2**63 - 1])
-    with pytest.raises(ConfigError, match="no ids are left"):
-        index.add(np.ones((1, 2), np.float32))
+    assert_raises(ConfigError, "no ids are left", index.add, np.ones((1, 2), np.float32))
     index.add(np.ones((0, 2), np.float32))
     assert index.remove([2**63 - 1]) == 1
     index.add(np.ones((1, 2), np.float32), ids=[2**63 - 2])
     index.add(np.ones((1, 2), np.float32))
     assert index.ids.max() == 2**63 - 1
-    with pytest.raises(RangeError, match=f"below 2\\^63, got {2**63}"):
-        index.add(np.ones((1, 2), np.float32), ids=[2**63])
+    assert_raises(RangeError, f"below 2\\^63, got {2**63}", index.add, np.ones((1, 2), np.float32), ids=[2**63])
     assert small("ivf")[0].search(np.ones(8, np.float32), nprobe=True).ids.shape == (10,)
     for arguments in ({"dim": 2.5}, {"dim": 2, "lists": 1.5}):
-        with pytest.raises(ConfigError, match="integers"):
-            Index(**arguments)
-    with pytest.raises(ConfigError, match="nprobe"):
-        index.search(np.ones((1, 2), np.float32), nprobe=1.5)
+        assert_raises(ConfigError, "integers", Index, **arguments)
+    assert_raises(ConfigError, "nprobe", index.search, np.ones((1, 2), np.float32), nprobe=1.5)
 
 
 @pytest.mark.parametrize("options", [{"kind": "ivf"}, {"kind": "ivfpq"}, {"kind": "ivfpq", "rerank": 0}])
@@ -571,8 +553,7 @@ def test_files_that_lie_of_ids_factors_and_metrics_are_refused(tmp_path):
     nan = whole[:-4] + struct.pack("<f", float("nan"))
     for lying, match in ((nan, "candidates"), (plain + b"accelerant cosine", "not normalized"), (named, "an id for")):
         (tmp_path / "index").write_bytes(lying)
-        with pytest.raises(FormatError, match=match):
-            Index.load(tmp_path / "index")
+        assert_raises(FormatError, match, Index.load, tmp_path / "index")
 
 
 def test_ids_at_the_end_of_int64_and_beyond():
@@ -581,8 +562,7 @@ def test_ids_at_the_end_of_int64_and_beyond():
     index.add(x, [last, 5, 7])
     assert index.search(x[0], mask=slice(6, None)).ids.tolist() == [last, 7]
     assert index.search(x[1], mask=[np.uint8(5), np.uint8(7)]).ids.tolist() == [5, 7]  # a list has ids, not bits
-    with pytest.raises(ShapeError, match="a slice of ids"):
-        index.search(x[0], mask=slice(0.5, None))
+    assert_raises(ShapeError, "a slice of ids", index.search, x[0], mask=slice(0.5, None))
     assert index.remove([5, 2**64, -1]) == index.remove({7, 2**70}) == 1
     assert index.ids.tolist() == [last]
 

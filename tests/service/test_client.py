@@ -20,6 +20,7 @@ from accelerant.privacy.he import paillier
 from accelerant.service import AsyncClient, Client
 from accelerant.service.errors import Cancelled, JobNotFound, QueueFull, Refused, ServiceError
 from accelerant.service.operations import OPERATIONS
+from refusals import assert_raises
 
 PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text(encoding="utf-8")
 
@@ -94,8 +95,7 @@ def test_arguments_are_what_the_library_takes(client):
     for given in (x, x.detach().numpy(), [[0.5, -1.0]]):
         np.testing.assert_array_equal(client.gelu(given), acl.Accelerator("cpu").gelu(x.detach().numpy()))
     assert client.matmul([[1, 2]], np.ones((2, 1))).dtype == np.float64
-    with pytest.raises(errors.UnsupportedDtype, match="send float32"):
-        client.gelu(x.bfloat16())
+    assert_raises(errors.UnsupportedDtype, "send float32", lambda: client.gelu(x.bfloat16()))
     with pytest.raises(errors.ConfigError, match="FieldArray of babybear"):
         client.field_mul(acl.zk.field("babybear").array([1]), [1])
 
@@ -139,8 +139,7 @@ def test_the_path_of_the_protocol_may_be_given_and_another_is_named(server):
             Refused, match=r"/docs/v2/models is not there \(Not Found\): the service's URL is like http"
         ):
             client.operations()
-        with pytest.raises(Refused, match="without a page's path"):
-            client.field_add([1], [2])
+        assert_raises(Refused, "without a page's path", client.field_add, [1], [2])
 
 
 def test_sums_of_encrypted_numbers(client):
@@ -158,8 +157,7 @@ def test_proofs_of_inference_come_verified(client):
     assert not acl.zk.inference.verify(commitment, -x, y, proof)
     with pytest.raises(errors.ShapeError, match=r"x must be \(batch, 8\)"):
         client.prove_inference(folder / "network", x[:, :5])
-    with pytest.raises(errors.FormatError, match="an integer network begins with"):
-        client.prove_inference(b"weights", x)
+    assert_raises(errors.FormatError, "an integer network begins with", client.prove_inference, b"weights", x)
 
 
 def images(channels, side, layers):
@@ -185,8 +183,7 @@ def test_a_proof_of_inference_as_a_job(client):
     began = time.monotonic()
     for job in jobs[::-1]:
         client.cancel(job.id)
-        with pytest.raises(Cancelled):
-            client.result(job.id)
+        assert_raises(Cancelled, None, client.result, job.id)
         assert client.job(job.id).state == "cancelled"
     assert time.monotonic() - began < OPERATIONS["prove_inference"].cost(
         {"network": np.frombuffer(data, np.uint8), "x": x}, None
@@ -269,8 +266,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
         (lambda: Client(key="acl_1\nacl_2"), "the API key must be one line of ASCII, as"),
         (lambda: Client("http://127.0.0.1:99999"), "must be 1 to 65535, got 'http://127.0.0.1:99999'"),
     ):
-        with pytest.raises(errors.ConfigError, match=message):
-            make()
+        assert_raises(errors.ConfigError, message, make)
     for numbers, message in (
         (None, "wanted real numbers, got NoneType"), ([1.0, None], "got NoneType"), ("1.5", "wanted real numbers"),
         ([1j], "got complex128"), ([[1.0], [2.0, 3.0]], "cannot take this list"), ({1.0}, "x must be an array or"),
@@ -366,10 +362,8 @@ def test_others_are_not_repeated(answering, status, headers, kind, error):
 def test_what_is_no_service_is_said_so(answering):
     url, _ = answering((502, {}, b"<html>"), (200, {}, b"<html>"))
     with Client(url, trust_env=False) as client:
-        with pytest.raises(ServiceError, match="502 Bad Gateway"):
-            client.devices()
-        with pytest.raises(errors.FormatError, match="without JSON"):
-            client.devices()
+        assert_raises(ServiceError, "502 Bad Gateway", client.devices)
+        assert_raises(errors.FormatError, "without JSON", client.devices)
     with (
         Client("http://127.0.0.1:9", trust_env=False) as client,
         pytest.raises(ConnectionError, match="is `accelerant serve`"),
@@ -384,8 +378,7 @@ def test_a_read_is_repeated_while_the_service_starts_again(answering, monkeypatc
     with Client(url, trust_env=False) as client:
         assert [client.devices(), client.devices()] == [[], []]
         assert len(seen) == 6
-        with pytest.raises(ConnectionError):
-            client.cancel("a")
+        assert_raises(ConnectionError, None, client.cancel, "a")
     assert len(seen) == 7
     url, seen = answering(None, DEVICES, None)
 

@@ -27,6 +27,7 @@ from accelerant.service.keys import KeyStore
 from accelerant.service.operations import OPERATIONS, NoParameters
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import RequestLog, RequestRecord, _Formatter
+from refusals import assert_raises
 
 MUL = "/v2/models/field_mul/infer"
 
@@ -141,8 +142,7 @@ def test_a_log_that_cannot_be_written_keeps_no_lines():
 )
 def test_what_a_client_does_not_accept_is_not_sent(accept, format):
     assert answer_format(accept, SAFETENSORS) == format
-    with pytest.raises(Refused):
-        answer_format("*/*;q=0", SAFETENSORS)
+    assert_raises(Refused, None, answer_format, "*/*;q=0", SAFETENSORS)
 
 
 def test_the_cost_of_a_product_counts_the_batches_that_broadcast():
@@ -727,8 +727,7 @@ def test_results_of_others_are_counted_with_bodies():
     inference = Inference(ServiceSettings(bodies_bytes=100), {}, None)
     first, second = (RequestRecord(name, "GET", "/") for name in "ab")
     inference.hold(first, 1000)  # alone
-    with pytest.raises(Refused, match="of others"):
-        inference.hold(second, 1)
+    assert_raises(Refused, "of others", inference.hold, second, 1)
     inference.release(first)
     inference.release(second)
     assert inference.held_bytes == 0

@@ -14,6 +14,7 @@ from accelerant.service.errors import QueueFull
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.queue import Call, CallQueue, launches_of
 from accelerant.service.jobs.wire import JobRequest, merge_kind
+from refusals import assert_raises
 
 
 def call(
@@ -53,8 +54,7 @@ def test_bounds_order_and_fairness(steps):
                     queue.put(new)
                     waiting.append(new)
                 else:
-                    with pytest.raises(QueueFull):
-                        queue.put(new)
+                    assert_raises(QueueFull, None, queue.put, new)
             elif step[0] == "give up" and held:
                 held[step[1] % len(held)].future.cancel()
             elif step[0] == "take":
@@ -152,8 +152,7 @@ async def test_identical_elementwise_calls_are_one_launch():
     ("dtype", "named"), [("datetime64[s]", r"datetime64\[s\]"), (object, "object"), ("S2", r"\|S2")]
 )
 def test_arrays_of_what_is_no_number_are_refused(dtype, named):
-    with pytest.raises(UnsupportedDtype, match=f"array 'when' has dtype {named}"):
-        wire.described({"when": np.zeros(2, dtype)})
+    assert_raises(UnsupportedDtype, f"array 'when' has dtype {named}", wire.described, {"when": np.zeros(2, dtype)})
 
 
 def test_arrays_of_a_frame_are_aligned():
@@ -169,12 +168,10 @@ def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
     path = tmp_path / "file"
     with monkeypatch.context() as patch:
         patch.setattr(wire.os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            wire.write_file(path, {"x": np.arange(9)})
+        assert_raises(OSError, "No space", wire.write_file, path, {"x": np.arange(9)})
     assert not path.exists()
     wire.write_file(path, {"x": np.arange(9)})
-    with pytest.raises(FileExistsError):
-        wire.write_file(path, {})
+    assert_raises(FileExistsError, None, wire.write_file, path, {})
     assert wire.read_file(path)["x"].size == 9  # what was there stays
 
 
@@ -184,8 +181,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
     content = path.read_bytes()
     for length in (0, 5, 30, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(FormatError, match=f"file is cut short: it has {length} bytes"):
-            wire.read_file(path)
+        assert_raises(FormatError, f"file is cut short: it has {length} bytes", wire.read_file, path)
 
 
 def test_wiped_files_are_overwritten(tmp_path):

@@ -20,6 +20,7 @@ from accelerant.service.errors import JobNotFound, QueueFull
 from accelerant.service.jobs import store as module
 from accelerant.service.jobs.store import JobStore
 from accelerant.service.jobs.wire import JobState
+from refusals import assert_raises
 
 OPERATIONS = ("work", "train")
 
@@ -59,8 +60,7 @@ def test_the_life_of_a_job(opened):
     assert store.claim("cpu", OPERATIONS) is None
     added = add(store, "a", deadline=time.time() + 100)
     assert store.get("a", "key") == store.get("a", None) == added
-    with pytest.raises(JobNotFound, match="no job 'a'"):
-        store.get("a", "another")
+    assert_raises(JobNotFound, "no job 'a'", store.get, "a", "another")
     found = store.claim("cpu", OPERATIONS)
     job = found.job
     assert (found.parameters, found.request_id) == ({"n": 1}, "r")
@@ -81,8 +81,7 @@ def test_the_life_of_a_job(opened):
 
 def test_texts_that_postgresql_refuses(opened):
     store = opened()
-    with pytest.raises(JobNotFound, match="no job"):
-        store.get("\0", None)
+    assert_raises(JobNotFound, "no job", store.get, "\0", None)
     add(store, "a")
     job = claim(store)
     assert store.report(job, 0.5, "half\0")
@@ -95,8 +94,7 @@ def test_a_store_that_is_not_one(tmp_path):
         "mysql://host/name": "state_url must be of sqlite or postgresql, got 'mysql'",
         "jobs.db": "state_url is not a URL as sqlite:///PATH or postgresql://USER@HOST/NAME",
     }.items():
-        with pytest.raises(ConfigError, match=message):
-            JobStore(url, owner="one", volume="v")
+        assert_raises(ConfigError, message, JobStore, url, owner="one", volume="v")
 
 
 @pytest.mark.parametrize("next_server", ["another", "the same"])  # which had lost the connection
@@ -503,8 +501,7 @@ def test_a_page_of_jobs_has_a_hundred(store):
     assert store.jobs("key", JobState.RUNNING) == []
     assert [job.id for job in store.jobs(None, JobState.QUEUED, limit=1)] == ["100"]
     assert store.jobs("another") == []
-    with pytest.raises(JobNotFound, match="no job '001'"):
-        store.jobs("another", before="001")
+    assert_raises(JobNotFound, "no job '001'", store.jobs, "another", before="001")
 
 
 def test_old_jobs_go_in_slices(opened, monkeypatch):

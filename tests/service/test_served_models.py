@@ -27,6 +27,7 @@ from accelerant.service.served_models.admission import FairQueue
 from accelerant.service.served_models.routes import _Streamed
 from accelerant.service.served_models.worker import ChildOfModel, Waiting, _end_process
 from accelerant.service.settings import ServiceSettings
+from refusals import assert_raises
 from requirements import require_module
 
 try:
@@ -98,8 +99,7 @@ def test_models_are_listed_with_what_they_do(client):
     assert {name: model.task for name, model in found.items()} == {"tiny": "generate", "encoder": "embed"}
     assert client.models.retrieve("tiny").context == 2048
     assert client.models.retrieve("tiny").chat is True
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
+    assert_raises(openai.NotFoundError, None, client.models.retrieve, "other")
 
 
 def test_a_completion_is_that_of_plain_generation_streamed_or_not(client, reference):
@@ -288,12 +288,10 @@ def test_models_have_the_names_of_their_folders_or_those_given(tmp_path):
     (tmp_path / "llama").mkdir()
     (tmp_path / "tiny.gguf").touch()
     given = [f"{tmp_path}/llama", f"{tmp_path}/tiny.gguf", f"a=b={tmp_path}/llama"]
-    with pytest.raises(MissingFile, match="no folder or file"):
-        _named_folders([*given, "nothing"])
+    assert_raises(MissingFile, "no folder or file", _named_folders, [*given, "nothing"])
     given[2] = f"other={tmp_path}/llama"
     assert list(_named_folders(given)) == ["llama", "tiny", "other"]
-    with pytest.raises(ConfigError, match="two models are called 'llama'"):
-        _named_folders([*given, given[0]])
+    assert_raises(ConfigError, "two models are called 'llama'", _named_folders, [*given, given[0]])
     with pytest.raises(ConfigError, match=r"setting served: .*llama needs a name: write NAME=FOLDER"):
         ServiceSettings(served=_named_folders([f"={tmp_path}/llama"]))
 
@@ -488,8 +486,7 @@ def test_a_killed_worker_ends_its_streams_and_serves_the_next_request(served, cl
     ]
     assert len(pids) == 1
     os.kill(pids[0], signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="SIGKILL"):
-        list(stream)
+    assert_raises(openai.APIError, "SIGKILL", lambda: list(stream))
     assert client.completions.create(**HELLO, max_tokens=8).usage.completion_tokens == 8
     assert gauges(served, "accelerant_model_restarts_total|accelerant_model_restarts")["tiny"] == 1
 
@@ -554,8 +551,7 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
         with pytest.raises(openai.AuthenticationError) as found:
             stranger.completions.create(**HELLO)
         assert found.value.code == "unauthorized"
-        with pytest.raises(openai.PermissionDeniedError):
-            monitor.completions.create(**HELLO)
+        assert_raises(openai.PermissionDeniedError, None, monitor.completions.create, **HELLO)
         body = HELLO | {"model": "other", "stream": True, "extra_body": {"ignore_eos": True}}
         short, long = (
             iter(client.completions.create(**body, max_tokens=count, n=n)) for count, n in ((40, 1), (2000, 24))
@@ -567,8 +563,7 @@ def test_keys_guard_the_routes_and_a_drain_ends_streams(tmp_path, served, folder
             eventually(lambda: client.completions.create(**HELLO | {"model": "other"}, max_tokens=1) is None)
         assert (found.value.status_code, found.value.code) == (503, "draining")
         assert [chunk.choices[0].finish_reason for chunk in short][-1] == "length"
-        with pytest.raises(openai.APIError, match="server stopped"):
-            list(long)
+        assert_raises(openai.APIError, "server stopped", lambda: list(long))
     assert second.process.wait(timeout=300) == 0  # without a second signal, which would end it at once
 
 
@@ -610,8 +605,7 @@ def test_a_model_split_over_processes_answers_as_one_process(tmp_path, request):
         (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
         assert {*listening(leader), *listening(follower)} == {"0100007F"}
         os.kill(int(follower), signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="the worker of model even ended"):
-            list(stream)
+        assert_raises(openai.APIError, "the worker of model even ended", lambda: list(stream))
         assert [choice.text for choice in client.completions.create(**ask).choices] == expected
         (leader,) = os.popen(f"pgrep -P {server.process.pid} -f served_models.worker").read().split()
         (follower,) = os.popen(f"pgrep -P {leader} -f served_models.worker").read().split()
@@ -639,8 +633,7 @@ def test_keys_take_turns_and_share_the_queue():
         assert taken[-1] == first
     assert taken[:4] == [("loud", 0), ("quiet", 0), ("third", 0), ("loud", 2)]
     assert [number for _, number in taken[4:]] == [3, 4, 5, 6, 7]
-    with pytest.raises(IndexError):
-        queue.pop()
+    assert_raises(IndexError, None, queue.pop)
 
 
 def test_a_process_ends_with_the_first_of_its_threads(monkeypatch, capsys):

@@ -46,6 +46,7 @@ from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
 from accelerant.zk import curve as zk_curve
 from accelerant.zk.multi_scalar import FixedBase, msm, run_sums
+from refusals import assert_raises
 from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
@@ -502,8 +503,7 @@ def test_fixed_points_are_summed_in_what_is_free(stand_in, options):
         assert "segment" not in options or (plan.segment, plan.window) == (9, 12)
     assert [plan.points < 1 << 20 for plan in _Summing.plans] == [False, True, True, False]
     stand_in.free_bytes = 1000
-    with pytest.raises(OutOfMemory, match="and 800 are free"):
-        bases.msm(None)
+    assert_raises(OutOfMemory, "and 800 are free", bases.msm, None)
 
 
 @pytest.mark.parametrize(("held", "binned"), [(None, True), (48 << 10, True), (32 << 10, False)])
@@ -581,8 +581,7 @@ def test_scalars_are_checked_while_their_sum_is_made():
         return FormatError("a scalar is wrong")
 
     rows = [np.zeros((3, 4), np.uint64)] * 2
-    with pytest.raises(FormatError, match="a scalar is wrong"):
-        run_sums(HOST, curve_of("bn254_g1"), rows, run, check)
+    assert_raises(FormatError, "a scalar is wrong", lambda: run_sums(HOST, curve_of("bn254_g1"), rows, run, check))
     assert events == ["start", "start", "check", "finish", "finish"]
     assert not run_sums(HOST, curve_of("bn254_g1"), rows, run).any()
 
@@ -632,8 +631,7 @@ def test_a_plan_keeps_to_the_memory():
     ("bn254_g2", {"rounds": 1}, "rounds must be 0 to 0 on bn254_g2, got 1"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(name, options, message):
-    with pytest.raises(ConfigError, match=message):
-        device_plan(curve_of(name), 10, 1 << 30, **options)
+    assert_raises(ConfigError, message, lambda: device_plan(curve_of(name), 10, 1 << 30, **options))
 
 
 # --- what a GPU gives ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from accelerant.algebra.curve.parameters import _checked
 from accelerant.algebra.curve.weierstrass import Curve, PrimeCoordinates, QuadraticCoordinates, multiply
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.errors import ConfigError
+from refusals import assert_raises
 
 
 def test_family_parameters_are_the_published_ones():
@@ -89,19 +90,15 @@ def test_a_wrong_table_is_refused():
     def make(generator):
         return Curve("wrong", good.coordinates, good.scalars, good.b, generator, good.cofactor)
 
-    with pytest.raises(ConfigError, match="not on the curve"):
-        _checked(make((good.generator[0], good.generator[1] + 1)))
+    assert_raises(ConfigError, "not on the curve", lambda: _checked(make((good.generator[0], good.generator[1] + 1))))
     # x = 4 has a point of the curve, out of the subgroup (ZCash's own example).
     y = good.coordinates.sqrt(4**3 + 4)
-    with pytest.raises(ConfigError, match="is not infinity"):
-        _checked(make((4, y)))
+    assert_raises(ConfigError, "is not infinity", lambda: _checked(make((4, y))))
 
 
 def test_unknown_names():
-    with pytest.raises(ConfigError, match=r"unknown curve 'secp256k1'; known are bn254_g1"):
-        curve_of("secp256k1")
-    with pytest.raises(ConfigError, match="unknown pairing 'bn254_g1'"):
-        family_of("bn254_g1")
+    assert_raises(ConfigError, r"unknown curve 'secp256k1'; known are bn254_g1", curve_of, "secp256k1")
+    assert_raises(ConfigError, "unknown pairing 'bn254_g1'", family_of, "bn254_g1")
 
 
 NAMES = list(CURVES)
@@ -136,8 +133,7 @@ def test_arithmetic(name):
         assert k.add(a, k.neg(a)) == k.zero
         assert k.times(a, 3) == k.add(a, k.add(a, a))
         if a == k.zero:
-            with pytest.raises(ZeroDivisionError):
-                k.inv(a)
+            assert_raises(ZeroDivisionError, None, k.inv, a)
         else:
             assert k.mul(a, k.inv(a)) == k.one
     assert k.power(values[-1], 5) == k.mul(k.square(k.square(values[-1])), values[-1])
@@ -190,7 +186,5 @@ def test_the_extension_needs_q_of_3_mod_4():
     for name in ("bn254_fq", "bls12_381_fq"):
         assert QuadraticCoordinates(FIELDS[name]).base is FIELDS[name]
         assert pow(-1, (FIELDS[name].modulus - 1) // 2, FIELDS[name].modulus) == FIELDS[name].modulus - 1
-    with pytest.raises(ValueError, match="-1 is a square mod 97"):
-        QuadraticCoordinates(Field("base", 97, 5))
-    with pytest.raises(ValueError, match="-1 is a square"):
-        QuadraticCoordinates(FIELDS["bn254_fr"])
+    assert_raises(ValueError, "-1 is a square mod 97", lambda: QuadraticCoordinates(Field("base", 97, 5)))
+    assert_raises(ValueError, "-1 is a square", QuadraticCoordinates, FIELDS["bn254_fr"])

@@ -15,6 +15,7 @@ from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeErr
 from accelerant.nn import GPT, GPTConfig, quantize
 from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling
 from accelerant.nn.serving.engine import StoppingText
+from refusals import assert_raises
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +46,23 @@ def test_what_can_never_fit_is_refused_with_the_numbers(model):
             engine.submit(prompt(50), max_tokens=20)
         with pytest.raises(ConfigError, match="250 tokens and 7 more do not fit the context of 256 tokens"):
             engine.submit(prompt(250), max_tokens=7)
-        with pytest.raises(ConfigError, match="from 0 to 100, got 101"):
-            engine.submit([3, 101])
-        with pytest.raises(ConfigError, match="from 0 to 100, got -1"):
-            engine.submit([-1])
+        assert_raises(ConfigError, "from 0 to 100, got 101", engine.submit, [3, 101])
+        assert_raises(ConfigError, "from 0 to 100, got -1", engine.submit, [-1])
         for wrong in ([1.5], [10**30], ["1"], [True]):
-            with pytest.raises(ConfigError, match="tokens must be integers from 0 to 100, got "):
-                engine.submit(wrong)
-        with pytest.raises(ShapeError, match="at least one token"):
-            engine.submit([])
+            assert_raises(ConfigError, "tokens must be integers from 0 to 100, got ", engine.submit, wrong)
+        assert_raises(ShapeError, "at least one token", engine.submit, [])
         for wrong in ({"max_tokens": -1}, {"n": 0}, {"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": 21}):
-            with pytest.raises(ConfigError, match=next(iter(wrong))):
-                engine.submit([1], **wrong)
-        with pytest.raises(UnsupportedCase, match="tokenizer"):
-            engine.submit([1], stop="end")
+            assert_raises(ConfigError, next(iter(wrong)), engine.submit, [1], **wrong)
+        assert_raises(UnsupportedCase, "tokenizer", engine.submit, [1], stop="end")
         ids, _, (end,) = read(engine.submit(prompt(44), GREEDY, max_tokens=20))  # 64 tokens: all of them
         assert (len(ids), end.reason) == (20, "length")
-    with pytest.raises(AccelerantError, match="closed"):
-        engine.submit([1])
+    assert_raises(AccelerantError, "closed", engine.submit, [1])
 
 
 def test_options_of_an_engine(model):
     for wrong in ({"blocks": 0}, {"blocks": 4, "max_batch_tokens": 0}, {"blocks": 4, "block_size": 0}):
-        with pytest.raises(ConfigError, match="at least 1"):
-            Engine(model, **wrong)
-    with pytest.raises(ConfigError, match="speculate"):
-        Engine(model, 4, speculate=-1)
+        assert_raises(ConfigError, "at least 1", Engine, model, **wrong)
+    assert_raises(ConfigError, "speculate", Engine, model, 4, speculate=-1)
     with pytest.raises(UnsupportedCase, match="GPT has no forward_paged"):
         Engine(GPT(GPTConfig(vocab_size=70, context=8, layers=1, heads=2, width=16)), 4)
 
@@ -161,8 +153,7 @@ def test_close_ends_every_answer_with_an_error(model):
     for answer in answers:
         _, _, (end,) = read(answer)
         assert (end.reason, end.error) == ("error", "the engine was closed")
-    with pytest.raises(StopIteration):
-        next(answers[0])
+    assert_raises(StopIteration, None, lambda: next(answers[0]))
     engine.close()
 
 
@@ -172,8 +163,7 @@ def test_no_answer_waits_for_a_thread_that_failed(model, monkeypatch):
     with Engine(model, 40, 8) as engine:
         _, _, (end,) = read(engine.submit([1, 2]))
         assert (end.reason, end.error) == ("error", "the engine failed: ZeroDivisionError: division by zero")
-        with pytest.raises(AccelerantError, match="closed"):
-            engine.submit([1])
+        assert_raises(AccelerantError, "closed", engine.submit, [1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -188,14 +178,12 @@ def test_an_error_of_the_device_ends_every_answer_and_the_engine(model, monkeypa
         answers = [engine.submit(prompt(20, seed), max_tokens=4) for seed in range(3)]  # the last ones wait
         engine.step()
         monkeypatch.setattr(engine, "_logits", fail)
-        with pytest.raises(type(error)):
-            engine.run()
+        assert_raises(type(error), None, engine.run)
         for answer in answers:
             _, _, (end,) = read(answer)
             assert end.reason == "error"
             assert str(error) in end.error
-        with pytest.raises(AccelerantError, match="closed"):
-            engine.submit([1])
+        assert_raises(AccelerantError, "closed", engine.submit, [1])
 
 
 def test_cancelling_frees_the_blocks(model):
@@ -211,8 +199,7 @@ def test_cancelling_frees_the_blocks(model):
         drain(engine)
         assert read(answers[0])[0] == generated(model, prompt(30, 0), 60)
         assert read(answers[5])[2][0].reason == "cancelled"
-        with pytest.raises(queue.Empty):
-            engine.submit([1]).get(timeout=0)
+        assert_raises(queue.Empty, None, lambda: engine.submit([1]).get(timeout=0))
 
 
 def test_a_thousand_disconnects_leave_nothing(model):
@@ -348,8 +335,7 @@ def test_stop_strings_and_tokens(model):
             assert (cut, end.reason) == (text[: text.index(first)], "stop")
         cut, end, tokens = run(stop=ids[6])
         assert (cut, tokens, end.reason) == (text[: ids.index(ids[6])], ids[: ids.index(ids[6]) + 1], "stop")
-        with pytest.raises(ConfigError, match="at least one character"):
-            run(stop=["", "a"])
+        assert_raises(ConfigError, "at least one character", run, stop=["", "a"])
 
 
 @pytest.mark.search(0.02)

@@ -24,6 +24,7 @@ from accelerant.nn.train.checkpoint import (
     save_checkpoint,
     write_tensors,
 )
+from refusals import assert_raises
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.5), "c": torch.ones(3, dtype=torch.bfloat16),
@@ -68,16 +69,14 @@ def test_every_cut_is_noticed(path):
     content = path.read_bytes()
     for length in (0, 1, 7, 8, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(FormatError, match=r"torn or not a checkpoint"):
-            load_checkpoint(path)
+        assert_raises(FormatError, r"torn or not a checkpoint", load_checkpoint, path)
 
 
 def test_a_flipped_bit_is_noticed(path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(FormatError, match="does not match its checksum"):
-        load_checkpoint(path)
+    assert_raises(FormatError, "does not match its checksum", load_checkpoint, path)
 
 
 @pytest.mark.parametrize(("old", "new"), [
@@ -91,18 +90,15 @@ def test_a_changed_header_is_noticed(path, old, new):
     content = path.read_bytes()
     assert content.count(old) == 1
     path.write_bytes(content.replace(old, new))
-    with pytest.raises(FormatError, match="does not match its checksum"):
-        load_checkpoint(path)
+    assert_raises(FormatError, "does not match its checksum", load_checkpoint, path)
 
 
 def test_another_programs_file_is_refused(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match="not a checkpoint of this program"):
-        load_checkpoint(tmp_path / "model.safetensors")
-    with pytest.raises(MissingFile, match="no checkpoint"):
-        load_checkpoint(str(tmp_path / "absent.safetensors"))
+    assert_raises(FormatError, "not a checkpoint of this program", load_checkpoint, tmp_path / "model.safetensors")
+    assert_raises(MissingFile, "no checkpoint", load_checkpoint, str(tmp_path / "absent.safetensors"))
 
 
 def test_shapes_are_compared_before_anything_is_copied(path):
@@ -110,8 +106,7 @@ def test_shapes_are_compared_before_anything_is_copied(path):
     require_same_shapes(path, good, {"a": torch.ones(2, 3)})
     with pytest.raises(FormatError, match=r"another shape: a is \(2, 3\), the model wants \(2, 4\)"):
         require_same_shapes(path, good, {"a": torch.zeros(2, 4)})
-    with pytest.raises(FormatError, match="another model: b"):
-        require_same_shapes(path, good, {**good, "b": torch.zeros(1)})
+    assert_raises(FormatError, "another model: b", require_same_shapes, path, good, {**good, "b": torch.zeros(1)})
     with pytest.raises(FormatError, match=r"another dtype: a is torch.float32, the model wants torch.bfloat16"):
         require_same_shapes(path, good, {"a": torch.zeros(2, 3, dtype=torch.bfloat16)})
 
@@ -155,8 +150,7 @@ def test_room_is_made_on_a_full_disk_and_never_of_the_only_good_checkpoint(tmp_p
 
     checkpoints = Checkpoints(tmp_path)
     if left is None:
-        with pytest.raises(OSError, match="no"):
-            checkpoints.make_room(write)
+        assert_raises(OSError, "no", checkpoints.make_room, write)
     else:
         checkpoints.make_room(write)
     assert len(calls) == (1 if left is None else 2)
@@ -220,8 +214,7 @@ def test_a_document_without_shards_as_it_should_have_them_is_damage(tmp_path, do
 def test_values_of_another_type_are_refused(tmp_path, document, message):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save({}, document)
-    with pytest.raises(FormatError, match=f"is of another program: .*{message}"):
-        checkpoints.load()
+    assert_raises(FormatError, f"is of another program: .*{message}", checkpoints.load)
     checkpoints.save({}, {"step": 0, "position": {"row": 0}})
     assert checkpoints.load()[1] == {"step": 0, "position": {"row": 0}}
 
@@ -345,8 +338,7 @@ def test_the_random_states_of_a_sharded_checkpoint_are_json(tmp_path, rest):
     if rest == '{"python": [1]}':
         assert load_checkpoint(tmp_path / BOTH[0]) == ({}, {"step": 1, "random": {"python": [1]}})
     else:
-        with pytest.raises(FormatError, match="has the state of no random generator"):
-            load_checkpoint(tmp_path / BOTH[0])
+        assert_raises(FormatError, "has the state of no random generator", lambda: load_checkpoint(tmp_path / BOTH[0]))
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(FormatError, match=r"is damaged: .*00000.safetensors does not match its checksum"):
         load_checkpoint(tmp_path / BOTH[0])

@@ -9,6 +9,7 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.corpus import _blocks_held_out, load_corpus, ngram_baselines
 from accelerant.nn.train.data import random_windows
 from accelerant.nn.train.tokens import Document
+from refusals import assert_raises
 
 
 @pytest.fixture
@@ -127,14 +128,12 @@ def test_stdlib_is_python_source_without_installed_packages():
 def test_no_text_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "empty.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"no text in {tmp_path}"):
-        load_corpus([str(tmp_path)])
+    assert_raises(ConfigError, f"no text in {tmp_path}", load_corpus, [str(tmp_path)])
 
 
 def test_a_missing_path_is_named(tmp_path):
     for paths in (str(tmp_path / "nowhere"), tmp_path / "nowhere", [tmp_path / "nowhere"]):
-        with pytest.raises(MissingFile, match=r"no file or folder .*nowhere"):
-            load_corpus(paths)
+        assert_raises(MissingFile, r"no file or folder .*nowhere", load_corpus, paths)
 
 
 def test_baselines_are_the_counted_probabilities():
@@ -161,8 +160,7 @@ def test_a_file_named_twice_is_read_once(tmp_path, folder):
 
 
 def test_an_empty_path_is_refused():
-    with pytest.raises(ConfigError, match="empty path"):
-        load_corpus([""])
+    assert_raises(ConfigError, "empty path", load_corpus, [""])
 
 
 @pytest.mark.parametrize(("count", "context"), [(500, 16), (20_000, 64), (70_001, 1024)])

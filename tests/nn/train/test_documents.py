@@ -14,6 +14,7 @@ import pytest
 
 from accelerant.errors import ConfigError
 from accelerant.nn.train.corpus import NotTextError, Reading, encoding_of, load_corpus
+from refusals import assert_raises
 
 ENGLISH = "The quick brown fox jumps over the lazy dog.\n" * 5
 GERMAN = "Über den Wäldern flögen süße Käuzchen, groß und klein.\n" * 5
@@ -56,8 +57,7 @@ def test_damaged_text_is_read_and_its_damage_counted():
     whole = "\ufffd a character of its own\n".encode() * 9  # is no damage, on the border of two parts either
     assert encoding_of([whole[:29], whole[29:]]) == ("utf-8", "")
     for damaged in (GERMAN.encode("utf-16")[:-1], GERMAN.encode("utf-16") + b"\x00\xd8"):
-        with pytest.raises(NotTextError, match="damaged UTF-16"):
-            encoding_of([damaged])
+        assert_raises(NotTextError, "damaged UTF-16", encoding_of, [damaged])
 
 
 def png():
@@ -169,8 +169,7 @@ def test_an_unreadable_file_is_left_out_of_a_folder_and_refused_where_it_is_name
     (tmp_path / "b.txt").chmod(0)
     (tmp_path / "c").mkdir(mode=0)
     assert dict(load_corpus([str(tmp_path)]).reading.skipped) == dict.fromkeys(("c", "b.txt"), "Permission denied")
-    with pytest.raises(ConfigError, match=r"cannot read .*b\.txt: Permission denied"):
-        load_corpus([str(tmp_path / "b.txt")])
+    assert_raises(ConfigError, r"cannot read .*b\.txt: Permission denied", load_corpus, [str(tmp_path / "b.txt")])
 
 
 def test_notes_and_the_description_of_many_files_stay_short():

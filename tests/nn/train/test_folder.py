@@ -8,6 +8,7 @@ import pytest
 
 from accelerant.errors import ConfigError
 from accelerant.nn.train.history import RunFolder, RunLock
+from refusals import assert_raises
 
 
 @pytest.fixture(params=["flock", "file"])
@@ -66,8 +67,7 @@ def test_a_lock_file_without_a_number_is_another_process_for_a_while(tmp_path, m
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot write to"):
-        RunLock(tmp_path / "file" / "run").take()
+    assert_raises(ConfigError, "cannot write to", lambda: RunLock(tmp_path / "file" / "run").take())
 
 
 class Killed(BaseException):
@@ -90,8 +90,7 @@ def test_a_run_that_is_killed_while_another_is_moved_aside_loses_nothing(tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
-        with pytest.raises(Killed):
-            folder.start()
+        assert_raises(Killed, None, folder.start)
     assert folder.config.is_file() or moved == 3
     assert "unfinished-1" in folder.start()
     kept = tmp_path / "unfinished-1"

@@ -7,6 +7,7 @@ import torch
 from accelerant.errors import FormatError
 from accelerant.nn.train.history import History, MetricsFile, StepRecord, StepTimer, peak_memory_bytes, read_metrics
 from clock import Clock
+from refusals import assert_raises
 
 
 def record(step, **changes):
@@ -53,13 +54,11 @@ def test_a_cut_last_line_is_left_out_but_no_other(tmp_path):
     path.write_text(path.read_text()[:-20])
     assert [r.step for r in read_metrics(path)] == [1]
     path.write_text("{\n" + path.read_text())
-    with pytest.raises(FormatError, match="line 1: not a step's record"):
-        read_metrics(path)
+    assert_raises(FormatError, "line 1: not a step's record", read_metrics, path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="cannot read"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    assert_raises(FormatError, "cannot read", read_metrics, tmp_path / "metrics.jsonl")
 
 
 def test_laps_measure_the_time_since_the_last_mark(monkeypatch):

@@ -37,6 +37,7 @@ from accelerant.nn.train.history import History, MetricsFile, RunFolder, RunLock
 from accelerant.nn.train.job import prompt_of, steps_until
 from accelerant.nn.train.objective import Evaluation
 from accelerant.runtime.files import AtomicFile
+from refusals import assert_raises
 
 
 @pytest.fixture
@@ -274,8 +275,7 @@ def test_a_finished_run_is_extended_exactly(train, watcher, cpu):
     assert watch.notes == ["a run of 9 steps instead of 5: the learning rate follows the new number"]
     assert len(losses(out)) == 9
     assert resume(out, watcher()).already_finished
-    with pytest.raises(ConfigError, match="has done 9 steps: give more, got 8"):
-        resume(out, watcher(), 8)
+    assert_raises(ConfigError, "has done 9 steps: give more, got 8", lambda: resume(out, watcher(), 8))
     (out / "summary.json").unlink()  # as if it were interrupted after its last step
     with pytest.raises(ConfigError, match="has done 9 steps: give more than that, or none to go on to 9; got 8"):
         resume(out, watcher(), 8)
@@ -283,8 +283,7 @@ def test_a_finished_run_is_extended_exactly(train, watcher, cpu):
     config, checkpoint = (again / name for name in ("config.json", "checkpoint.safetensors"))
     before, whole = config.read_bytes(), checkpoint.read_bytes()
     checkpoint.write_bytes(whole[:-1])
-    with pytest.raises(FormatError, match="torn"):
-        resume(again, watcher(), 9)
+    assert_raises(FormatError, "torn", lambda: resume(again, watcher(), 9))
     assert (again / "summary.json").exists()
     assert config.read_bytes() == before
     checkpoint.write_bytes(whole)
@@ -313,8 +312,7 @@ def test_files_of_another_program_are_not_overwritten_nor_removed(train, tmp_pat
     path, top = tmp_path / "run" / name, name.partition("/")[0]
     path.parent.mkdir(parents=True)
     path.write_text("precious")
-    with pytest.raises(ConfigError, match=f"holds {top} of something else"):
-        train("run")
+    assert_raises(ConfigError, f"holds {top} of something else", train, "run")
     assert files(tmp_path / "run") == [top]
     assert path.read_text() == "precious"
 
@@ -322,8 +320,7 @@ def test_files_of_another_program_are_not_overwritten_nor_removed(train, tmp_pat
 def test_a_log_that_cannot_be_written_leaves_the_older_run(train, run, monkeypatch):
     _, out = train("run", steps=5)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingDependency, match="tensorboard"):
-        train("run", log="tensorboard")
+    assert_raises(MissingDependency, "tensorboard", train, "run", log="tensorboard")
     assert (out / "summary.json").is_file()
     assert len(losses(out)) == 5
 
@@ -331,16 +328,13 @@ def test_a_log_that_cannot_be_written_leaves_the_older_run(train, run, monkeypat
 def test_bad_data_leaves_no_folder(train, run, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("only some words")
-    with pytest.raises(ConfigError, match="not enough data"):
-        train("run", data=(str(short),))
-    with pytest.raises(ConfigError, match="no file or folder"):
-        train("run", data=(str(tmp_path / "absent"),))
+    assert_raises(ConfigError, "not enough data", train, "run", data=(str(short),))
+    assert_raises(ConfigError, "no file or folder", train, "run", data=(str(tmp_path / "absent"),))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_below_a_file_is_refused(train, text):
-    with pytest.raises(ConfigError, match=r"cannot write to .*: .*text.txt is not a folder"):
-        train("text.txt/run")
+    assert_raises(ConfigError, r"cannot write to .*: .*text.txt is not a folder", train, "text.txt/run")
 
 
 def test_a_folder_of_the_text_is_refused(train, text):
@@ -355,14 +349,11 @@ def test_resume_refuses_what_is_no_run(tmp_path, watcher, cpu):
     def resume():
         resume_training(tmp_path, cpu, progress=watcher())
 
-    with pytest.raises(FormatError, match=r"holds no run: there is no config.json"):
-        resume()
+    assert_raises(FormatError, r"holds no run: there is no config.json", resume)
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(FormatError, match="not a run's of this program"):
-        resume()
+    assert_raises(FormatError, "not a run's of this program", resume)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FormatError, match="cannot read"):
-        resume()
+    assert_raises(FormatError, "cannot read", resume)
 
 
 @pytest.fixture
@@ -420,8 +411,7 @@ def test_sizes_in_a_received_config_are_checked_before_anything_is_allocated(int
     config = json.loads((interrupted / "config.json").read_text())
     config["run"]["recipe"][name] = value
     (interrupted / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=message):
-        resume()
+    assert_raises(FormatError, message, resume)
 
 
 STATES = [
@@ -447,8 +437,7 @@ def test_a_crafted_state_in_a_checkpoint_is_refused_before_anything_is_restored(
     document |= changes
     save_checkpoint(path, tensors, {name: value for name, value in document.items() if value is not None})
     metrics, generator = (interrupted / "metrics.jsonl").read_bytes(), random.getstate()
-    with pytest.raises((FormatError, ConfigError), match=message):
-        resume()
+    assert_raises((FormatError, ConfigError), message, resume)
     assert (interrupted / "metrics.jsonl").read_bytes() == metrics
     assert random.getstate() == generator
 
@@ -469,38 +458,32 @@ def test_crafted_tensors_in_a_checkpoint_are_refused(interrupted, resume, name, 
     tensors, document = load_checkpoint(path)
     tensors[name] = tensors[name].long() if isinstance(tensor, str) else tensor
     save_checkpoint(path, {each: value for each, value in tensors.items() if value is not None}, document)
-    with pytest.raises(FormatError, match=message):
-        resume()
+    assert_raises(FormatError, message, resume)
 
 
 def test_the_lock_of_a_received_folder_is_a_file_of_its_own(interrupted, resume, tmp_path):
     (tmp_path / "precious").write_text("precious")
     (interrupted / RunLock.NAME).symlink_to(tmp_path / "precious")
-    with pytest.raises(ConfigError, match=r"cannot write to .*run: it is a symlink, which is not written through"):
-        resume()
+    assert_raises(ConfigError, r"cannot write to .*run: it is a symlink, which is not written through", resume)
     assert (tmp_path / "precious").read_text() == "precious"
     (interrupted / RunLock.NAME).unlink()
     os.mkfifo(interrupted / RunLock.NAME)
-    with pytest.raises(ConfigError, match=r"cannot write to .*run: it is not a regular file"):
-        resume()
+    assert_raises(ConfigError, r"cannot write to .*run: it is not a regular file", resume)
 
 
 def test_resume_refuses_a_torn_checkpoint_and_leaves_the_metrics(interrupted, resume):
     metrics = (interrupted / "metrics.jsonl").read_bytes()
     path = interrupted / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(FormatError, match="torn"):
-        resume()
+    assert_raises(FormatError, "torn", resume)
     path.unlink()
-    with pytest.raises(FormatError, match="no checkpoint"):
-        resume()
+    assert_raises(FormatError, "no checkpoint", resume)
     assert (interrupted / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_resume_refuses_other_data(interrupted, resume, text):
     text.write_text(text.read_text().replace("some text", "more text"))
-    with pytest.raises(FormatError, match=r"the data of .* changed since its checkpoint"):
-        resume()
+    assert_raises(FormatError, r"the data of .* changed since its checkpoint", resume)
 
 
 @pytest.mark.slow
@@ -556,11 +539,9 @@ def test_bad_folders_to_begin_with_leave_no_folder(train, initial, tmp_path):
         ({"n_embd": 32}, FormatError, "must be"),
     ):
         (initial / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(error, match=message):
-            train("run", init_from=str(initial))
+        assert_raises(error, message, train, "run", init_from=str(initial))
         assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match=r"--init-from and --out are both .*hub"):
-        train("hub", init_from=str(initial))
+    assert_raises(ConfigError, r"--init-from and --out are both .*hub", train, "hub", init_from=str(initial))
 
 
 def test_epochs_become_steps(run, tmp_path, cpu, watcher, text):
@@ -591,8 +572,7 @@ def test_a_signal_to_all_processes_that_the_launcher_passes_on_does_not_interrup
         assert stop.signal == hangup
         stop._at -= 2.0
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        assert_raises(KeyboardInterrupt, None, signal.raise_signal, signal.SIGINT)
 
 
 def test_presets_are_as_documented():
@@ -622,8 +602,7 @@ def test_presets_are_as_documented():
     ({"betas": (0.9, 1.0)}, r"betas must be 0 or more and below 1, got \(0\.9, 1\.0\)"),
 ])  # fmt: skip
 def test_runs_refuse(run, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        run.replaced(**changes)
+    assert_raises(ConfigError, message, run.replaced, **changes)
 
 
 @pytest.mark.slow
@@ -652,8 +631,7 @@ def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, 
     ({"recipe": []}, "not the settings of a run"),
 ])  # fmt: skip
 def test_settings_of_another_type_are_refused(run, changes, message):
-    with pytest.raises(FormatError, match=message):
-        RunConfig.from_dict({**run.to_dict(), **changes})
+    assert_raises(FormatError, message, lambda: RunConfig.from_dict({**run.to_dict(), **changes}))
 
 
 def test_a_run_without_a_checkpoint_says_how_to_start_again(train, interrupted, resume, run, text):
@@ -668,8 +646,7 @@ def test_a_run_without_a_checkpoint_says_how_to_start_again(train, interrupted, 
         f"accelerant train --preset tiny --data {text} --device cpu --steps 7 --batch-size 48 --seed 3 "
         f"--out {interrupted}"
     )
-    with pytest.raises(FormatError, match=f"none was written yet: start again with: {command}$"):
-        resume()
+    assert_raises(FormatError, f"none was written yet: start again with: {command}$", resume)
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(train, watcher, tmp_path, cpu):
@@ -677,8 +654,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(train, watcher, tmp_path, cpu
 
     def second():
         before = files(tmp_path / "run")
-        with pytest.raises(ConfigError, match=rf"run is in use by process {os.getpid()}: wait"):
-            train("run")
+        assert_raises(ConfigError, rf"run is in use by process {os.getpid()}: wait", train, "run")
         with pytest.raises(ConfigError, match=rf"run is in use by process {os.getpid()}: wait"):
             resume_training(tmp_path / "run", cpu, progress=watcher())
         assert files(tmp_path / "run") == before
@@ -787,8 +763,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_earlier_r
     _, out = train("run", steps=2)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20, total=1 << 30))
-    with pytest.raises(ConfigError, match=r"run needs 4\.\d MiB for checkpoints and .*, and its disk has 1\.0 MiB"):
-        train("run")
+    assert_raises(ConfigError, r"run needs 4\.\d MiB for checkpoints and .*, and its disk has 1\.0 MiB", train, "run")
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
@@ -801,14 +776,12 @@ def test_a_full_disk_names_the_file_and_keeps_what_fits(straight, train, watcher
         return resume_training(out, cpu, progress=watcher())
 
     disk.lines = 5
-    with pytest.raises(OSError, match=r"No space .*; step 6 is kept in a checkpoint.*: 'metrics.jsonl'"):
-        train("run")
+    assert_raises(OSError, r"No space .*; step 6 is kept in a checkpoint.*: 'metrics.jsonl'", train, "run")
     out, disk.lines = tmp_path / "run", 1 << 30
     assert load_checkpoint(out / "checkpoint.safetensors")[1]["step"] == 6
 
     disk.files = checkpoint + 100
-    with pytest.raises(OSError, match=r"No space .*; step 6 is kept in a checkpoint.*run/checkpoint.safetensors"):
-        resume(out)
+    assert_raises(OSError, r"No space .*; step 6 is kept in a checkpoint.*run/checkpoint.safetensors", resume, out)
     disk.files = 2 * checkpoint + 1000  # the last one, and the model once the one before it is gone
     resume(out)
     assert not (out / "checkpoint-previous.safetensors").exists()
@@ -825,8 +798,7 @@ def test_a_full_disk_names_the_file_and_keeps_what_fits(straight, train, watcher
 def test_results_that_find_no_room_are_written_by_a_resumption(straight, train, watcher, cpu, disk, tmp_path):
     checkpoint = (straight / "checkpoint.safetensors").stat().st_size
     disk.files = checkpoint + 400
-    with pytest.raises(OSError, match=r"step 12 is kept in a checkpoint, with more space: accelerant train --resume"):
-        train("run")
+    assert_raises(OSError, r"step 12 is kept in a checkpoint, with more space: accelerant train --resume", train, "run")
     disk.files = 1 << 30
     out = tmp_path / "run"
     assert resume_training(out, cpu, progress=watcher()).summary["status"] == "done"
@@ -870,8 +842,7 @@ def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_t
     model, tokenizer = load_run(out)
     opened = GPT.from_pretrained(out, dtype=torch.float64)
     assert all(torch.equal(value.double(), opened.state_dict()[name]) for name, value in model.state_dict().items())
-    with pytest.raises(UnsupportedCase, match=r"is a run of a GPT: GPT\.from_pretrained opens it"):
-        Llama.from_pretrained(out)
+    assert_raises(UnsupportedCase, r"is a run of a GPT: GPT\.from_pretrained opens it", Llama.from_pretrained, out)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "generation_config.json").write_text('{"eos_token_id": 101}')  # of a model that was there
     export_run(out, tmp_path / "export")
@@ -888,8 +859,7 @@ def test_a_run_opens_with_from_pretrained_and_exports_to_transformers_with_its_t
     text = load_text_model(tmp_path / "export", torch.device("cpu"))
     assert text.prompt("the line") == tokens[0].tolist()
     assert text.stops == (() if tokenizer.end is None else (tokenizer.end,))
-    with pytest.raises(ConfigError, match="is the folder of a run: export into another one"):
-        export_run(out, out)
+    assert_raises(ConfigError, "is the folder of a run: export into another one", export_run, out, out)
     begun = train("begun", init_from=str(tmp_path / "export"), steps=1)[1]
     assert type(load_run(begun)[1]) is type(tokenizer)
     quantize(model)
@@ -905,8 +875,7 @@ def test_a_recurrent_run_opens_but_has_no_form_in_transformers(train, tmp_path):
     assert type(CharRNN.from_pretrained(out)) is CharRNN
     with pytest.raises(UnsupportedCase, match=r"is a run of a CharRNN: CharRNN\.from_pretrained opens it"):
         GPT.from_pretrained(out)
-    with pytest.raises(UnsupportedCase, match="CharRNN has no format of Hugging Face's"):
-        export_run(out, tmp_path / "export")
+    assert_raises(UnsupportedCase, "CharRNN has no format of Hugging Face's", export_run, out, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
 

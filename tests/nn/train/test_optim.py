@@ -11,6 +11,7 @@ from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train import TrainConfig
 from accelerant.nn.train.checkpoint import load_optimizer, optimizer_state, require_optimizer_tensors
 from accelerant.nn.train.objective import learning_rate, make_optimizer
+from refusals import assert_raises
 
 CONFIG = TrainConfig(weight_decay=0.1)
 WHERE = Path("some.safetensors")
@@ -69,8 +70,7 @@ def test_names_may_be_spared_from_decay_and_frozen_parameters_are_left_out(model
         make_optimizer(model, TrainConfig(no_decay=("word*",)))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(ConfigError, match="GPT has no parameter that requires a gradient"):
-        make_optimizer(model, CONFIG)
+    assert_raises(ConfigError, "GPT has no parameter that requires a gradient", make_optimizer, model, CONFIG)
 
 
 def test_the_config_chooses_the_optimiser_and_its_numbers(model):
@@ -147,5 +147,4 @@ def test_state_that_no_file_can_hold_is_refused():
     optimizer = torch.optim.LBFGS(layer.parameters())
     optimizer.step(lambda: layer(torch.ones(1, 2)).sum())
     optimizer.state[layer.weight]["old"] = [torch.ones(2)]
-    with pytest.raises(UnsupportedCase, match=r"LBFGS keeps a list \(old of weight\)"):
-        optimizer_state(layer, optimizer)
+    assert_raises(UnsupportedCase, r"LBFGS keeps a list \(old of weight\)", optimizer_state, layer, optimizer)

@@ -17,6 +17,7 @@ from accelerant.nn.train.checkpoint import Checkpoints, load_checkpoint, save_ch
 from accelerant.nn.train.history import read_metrics
 from accelerant.nn.train.step import LossScale
 from processes import forkserver
+from refusals import assert_raises
 
 CONFIG = TrainConfig(steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6)
 
@@ -143,8 +144,7 @@ def test_a_loss_scale_is_resumed_bit_for_bit(tmp_path):
         load_checkpoint(tmp_path / "straight" / "checkpoint.safetensors")[1],
     )
     (tmp_path / "run" / "checkpoint-previous.safetensors").unlink()
-    with pytest.raises(FormatError, match="skipped is only in one of the two"):
-        run("run", 40)
+    assert_raises(FormatError, "skipped is only in one of the two", run, "run", 40)
 
 
 @pytest.mark.parametrize("at", [4, 5, 12])
@@ -192,8 +192,7 @@ def damaged(folder, name, how):
 def test_where_the_last_checkpoint_is_torn_the_one_before_serves(tmp_path, how):
     data = spiral(40, 0)
     straight = start(dense, data, tmp_path / "straight")
-    with pytest.raises(KeyboardInterrupt):
-        start(dense, data, tmp_path / "run", callbacks=[Interrupt(14)])
+    assert_raises(KeyboardInterrupt, None, lambda: start(dense, data, tmp_path / "run", callbacks=[Interrupt(14)]))
     damaged(tmp_path / "run", "checkpoint.safetensors", how)
     config = dataclasses.replace(CONFIG, out=str(tmp_path / "run"))
     history = fit(dense(), *data, config, resume=True)
@@ -216,8 +215,7 @@ def test_the_only_good_checkpoint_is_kept_when_the_disk_is_full_and_until_there_
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_tensors", full)
-        with pytest.raises(OSError, match="No space left"):
-            resumed.save({"a": torch.ones(2)}, {"step": 3})
+        assert_raises(OSError, "No space left", resumed.save, {"a": torch.ones(2)}, {"step": 3})
     assert Checkpoints(tmp_path).load()[1]["step"] == 1
     Checkpoints(tmp_path).save({"a": torch.ones(2)}, {"step": 2})
     damaged(tmp_path, "checkpoint.safetensors", "flipped")
@@ -307,8 +305,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
 
 @pytest.fixture
 def interrupted(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        start(dense, spiral(40, 0), tmp_path, callbacks=[Interrupt(5)])
+    assert_raises(KeyboardInterrupt, None, lambda: start(dense, spiral(40, 0), tmp_path, callbacks=[Interrupt(5)]))
     return dataclasses.replace(CONFIG, out=str(tmp_path))
 
 

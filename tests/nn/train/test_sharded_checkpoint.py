@@ -19,6 +19,7 @@ from accelerant.nn.train.checkpoint import (
     write_tensors,
 )
 from accelerant.nn.train.sharded_checkpoint import ShardSaver, load_shards
+from refusals import assert_raises
 
 pytestmark = [
     pytest.mark.slow,  # each process imports torch
@@ -79,8 +80,7 @@ def test_a_damaged_shard_is_noticed_and_the_previous_checkpoint_used(written, tm
     with pytest.raises(FormatError, match=r"is damaged: .*00001.safetensors: No such file"):
         load_checkpoint(folder / "checkpoint.safetensors")
     shutil.rmtree(folder / "checkpoint-shards-2")
-    with pytest.raises(FormatError, match=r"checkpoint\.safetensors is damaged"):
-        Checkpoints(folder).load()
+    assert_raises(FormatError, r"checkpoint\.safetensors is damaged", lambda: Checkpoints(folder).load())
 
 
 def loading_previous(rank, processes, folder):
@@ -116,8 +116,7 @@ def test_crafted_lists_of_shards_are_refused(written, tmp_path):
         document = json.loads(json.dumps(text))
         change(document["shards"])
         save_checkpoint(tmp_path / "checkpoint.safetensors", {}, document)
-        with pytest.raises(FormatError, match=words):
-            load_checkpoint(tmp_path / "checkpoint.safetensors")
+        assert_raises(FormatError, words, load_checkpoint, tmp_path / "checkpoint.safetensors")
 
     refused("'/etc' is no name of a shard", lambda s: s.update(folder="/etc"))
     refused(r"'../x' is no name of a shard", lambda s: s["files"][0].__setitem__(0, "../x"))

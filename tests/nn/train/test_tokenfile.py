@@ -15,6 +15,7 @@ from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import TokenFile, TrainConfig, Trainer, fit, prepare_tokens
 from accelerant.nn.train.corpus import tokenizer_path
 from accelerant.nn.train.tokens import BYTES, TokenWriter, is_token_file, load_bpe, token_dtype
+from refusals import assert_raises
 
 TEXT = "".join(f"the {n}th line of some text, for learning\n" for n in range(400))
 
@@ -83,26 +84,20 @@ def test_torn_and_foreign_files_are_refused(tmp_path):
     path = tmp_path / "a.tokens"
     write(path, np.arange(500))
     whole = path.read_bytes()
-    with pytest.raises(FormatError, match=r"no token file .*absent"):
-        TokenFile(tmp_path / "absent")
+    assert_raises(FormatError, r"no token file .*absent", TokenFile, tmp_path / "absent")
     for size, message in ((4999, r"torn: 4,999 bytes, 500 tokens need 5,096"), (100, "torn: 100 bytes, the header")):
         path.write_bytes(whole[:size])
-        with pytest.raises(FormatError, match=message):
-            TokenFile(path)
+        assert_raises(FormatError, message, TokenFile, path)
     path.write_bytes(whole + b"more")
-    with pytest.raises(FormatError, match="torn: 5,100 bytes, 500 tokens need 5,096"):
-        TokenFile(path)
+    assert_raises(FormatError, "torn: 5,100 bytes, 500 tokens need 5,096", TokenFile, path)
     path.write_bytes(whole)
     changed(path, 8, 2)
-    with pytest.raises(FormatError, match="of version 2, this program reads version 1"):
-        TokenFile(path)
+    assert_raises(FormatError, "of version 2, this program reads version 1", TokenFile, path)
     path.write_bytes(whole)
     changed(path, 60, ord("!"))
-    with pytest.raises(FormatError, match="its header does not match its checksum"):
-        TokenFile(path)
+    assert_raises(FormatError, "its header does not match its checksum", TokenFile, path)
     path.write_bytes(b"PK" + whole[2:])
-    with pytest.raises(FormatError, match="is no token file: make one with accelerant data prepare"):
-        TokenFile(path)
+    assert_raises(FormatError, "is no token file: make one with accelerant data prepare", TokenFile, path)
     assert not is_token_file(path)
     assert not is_token_file(tmp_path)
 
@@ -144,8 +139,7 @@ def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(tmp_path):
     write(path, np.full(500, 999))
     describe(path, vocab_size=256)
     file = TokenFile(path)
-    with pytest.raises(FormatError, match=r"a\.tokens is damaged: token 999 is not below its vocabulary's size, 256"):
-        file.verify()
+    assert_raises(FormatError, r"a\.tokens is damaged: token 999 is not below its vocabulary's size, 256", file.verify)
     config = TrainConfig(steps=2, batch_size=2, context=16, device="cpu", predict_memory=False)
     for data, validation in ((path, None), (np.zeros((4, 16), np.int64), path)):
         with pytest.raises(FormatError, match="is damaged: token 999"):
@@ -156,8 +150,7 @@ def test_an_altered_token_is_found_when_all_is_read(tmp_path):
     path = tmp_path / "a.tokens"
     write(path, np.arange(500))
     changed(path, 4096 + 77, 9)
-    with pytest.raises(FormatError, match="is damaged: its tokens do not match their checksum"):
-        TokenFile(path).verify()
+    assert_raises(FormatError, "is damaged: its tokens do not match their checksum", lambda: TokenFile(path).verify())
 
 
 def test_a_writer_that_does_not_finish_leaves_nothing_new(tmp_path):
@@ -166,8 +159,7 @@ def test_a_writer_that_does_not_finish_leaves_nothing_new(tmp_path):
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="token 700 is not below the vocabulary's size, 5"):
         write(path, [1, 2, 3, 700], vocab_size=5)
-    with pytest.raises(ConfigError, match="no text in here: nothing to write"):
-        write(path, np.zeros(0, np.int64))
+    assert_raises(ConfigError, "no text in here: nothing to write", write, path, np.zeros(0, np.int64))
     assert [each.name for each in tmp_path.iterdir()] == ["a.tokens"]
     assert path.read_bytes() == before
 
@@ -262,10 +254,8 @@ def test_unusable_input_leaves_no_file(tmp_path, text):
         ([text], {"tokenizer": "absent.json"}, FormatError, "cannot read the tokenizer absent.json"),
         ([text], {"tokenizer": str(tmp_path / "words.json")}, FormatError, "not a tokenizer"),
     ):
-        with pytest.raises(error, match=message):
-            prepare_tokens(data, out, **options)
-    with pytest.raises(ConfigError, match="is a folder: name the token file to write"):
-        prepare_tokens([text], tmp_path / "empty")
+        assert_raises(error, message, prepare_tokens, data, out, **options)
+    assert_raises(ConfigError, "is a folder: name the token file to write", prepare_tokens, [text], tmp_path / "empty")
     assert not out.parent.exists()
 
 
@@ -326,8 +316,7 @@ def test_a_model_trains_on_a_token_file_by_path_or_open(tmp_path, text):
     assert by_path.evaluations == opened.evaluations
     assert by_path.evaluations[0].rows == (len(TEXT) + 1 - 1) // 16
     assert Trainer(small_gpt(256), config).evaluate(out).rows == by_path.evaluations[0].rows
-    with pytest.raises(FormatError, match="is no token file"):
-        fit(small_gpt(256), text, None, config)
+    assert_raises(FormatError, "is no token file", lambda: fit(small_gpt(256), text, None, config))
     with pytest.raises(
         ConfigError, match=r"not enough data: the .*text.tokens part has 16\d+ tokens, one window needs"
     ):

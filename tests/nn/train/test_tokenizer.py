@@ -18,6 +18,7 @@ from accelerant.nn.train.tokens import (
     train_bpe,
     train_bpe_on,
 )
+from refusals import assert_raises
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café — 日本語\n", "def g(y):\n    return y\n"]
 DOCUMENTS = tuple(Document(str(i), text.encode()) for i, text in enumerate(TEXTS))
@@ -109,8 +110,7 @@ def test_settings_for_prompts_neither_drop_nor_add_tokens(changes):
     ({"decoder": 5}, "not a tokenizer"),
 ], ids=str)  # fmt: skip
 def test_tokenizers_that_lose_text_are_refused(changes, message):
-    with pytest.raises(FormatError, match=message):
-        BPETokenizer(changed(**changes))
+    assert_raises(FormatError, message, lambda: BPETokenizer(changed(**changes)))
 
 
 def test_the_vocabulary_size_is_part_of_the_key(cache):
@@ -123,13 +123,11 @@ def test_the_vocabulary_size_is_part_of_the_key(cache):
 def test_something_else_is_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(FormatError, match="not a tokenizer"):
-        load_bpe(path)
+    assert_raises(FormatError, "not a tokenizer", load_bpe, path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="cannot read the tokenizer"):
-        load_bpe(tmp_path / "tokenizer.json")
+    assert_raises(FormatError, "cannot read the tokenizer", load_bpe, tmp_path / "tokenizer.json")
 
 
 def test_wide_vocabularies_take_wide_tokens():

@@ -26,6 +26,7 @@ from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import Callback, Evaluation, PrintProgress, TrainConfig, Trainer, accuracy, fit
 from accelerant.nn.train.checkpoint import load_checkpoint
 from accelerant.nn.train.objective import Objective, evaluate
+from refusals import assert_raises
 
 QUICK = TrainConfig(steps=12, batch_size=16, learning_rate=1e-2, device="cpu", predict_memory=False)
 
@@ -129,8 +130,7 @@ def test_a_stream_has_no_epochs():
         def __iter__(self):
             return iter(())
 
-    with pytest.raises(ConfigError, match="the loader gave no batch in epoch 0"):
-        fit(made(), Empty(), None, QUICK)
+    assert_raises(ConfigError, "the loader gave no batch in epoch 0", lambda: fit(made(), Empty(), None, QUICK))
 
 
 def test_several_inputs_go_to_the_model_in_order():
@@ -178,8 +178,7 @@ def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
     (TensorDataset(torch.ones(4, 2)), torch.ones(4), ConfigError, "a TensorDataset has its own targets"),
 ])  # fmt: skip
 def test_data_that_do_not_fit_are_refused(data, targets, error, message):
-    with pytest.raises(error, match=message):
-        fit(made(), data, targets, QUICK)
+    assert_raises(error, message, lambda: fit(made(), data, targets, QUICK))
 
 
 def test_batches_that_are_no_tensors_are_refused():
@@ -407,8 +406,7 @@ def test_what_is_no_single_number_is_named(what):
 
     options = {"loss": apart} if what == "loss" else {"metrics": {"apart": apart}}
     match = r"loss must be a scalar, got the shape \(8,\)" if what == "loss" else r"metric apart must be one number"
-    with pytest.raises(ShapeError, match=match):
-        Trainer(made(), with_(batch_size=24), **options).evaluate(*spiral(8, 0))
+    assert_raises(ShapeError, match, lambda: Trainer(made(), with_(batch_size=24), **options).evaluate(*spiral(8, 0)))
     if what == "loss":
         with pytest.raises(ShapeError, match=r"got the shape \(8,\)"):
             fit(made(), *spiral(20, 0), with_(batch_size=8, predict_memory=True), loss=apart)
@@ -503,8 +501,7 @@ def test_an_interrupted_run_has_the_parameters_of_its_last_step(tmp_path):
             if step == 17:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        fit(model, x, None, config, validation=x[:1], callbacks=[Stop()])
+    assert_raises(KeyboardInterrupt, None, lambda: fit(model, x, None, config, validation=x[:1], callbacks=[Stop()]))
     last, best = (load_checkpoint(tmp_path / "run" / f"{name}.safetensors")[0] for name in ("checkpoint", "best"))
     assert model.weight.item() == last["model.weight"].item() != best["weight"].item() == model.weights[1]
 
@@ -645,8 +642,7 @@ def test_tensorboard_gets_the_scalars(tmp_path, monkeypatch):
     assert {("train/loss", 1), ("train/learning_rate", 1), ("held_out/accuracy", 1)} <= set(written[1:-1])
     assert written[-1] == "closed"
     broken = with_(config, out=str(tmp_path / "other"))
-    with pytest.raises(DivergenceError):
-        fit(made(), torch.full((20, 2), math.nan), spiral(20, 0)[1], broken)
+    assert_raises(DivergenceError, None, lambda: fit(made(), torch.full((20, 2), math.nan), spiral(20, 0)[1], broken))
     assert written[-2:] == [(str(tmp_path / "other" / "tensorboard"), None), "closed"]
 
 
@@ -685,8 +681,7 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
     ({"deterministic": 1}, "deterministic must be true or false, got 1"),
 ])  # fmt: skip
 def test_configs_refuse(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        with_(**changes)
+    assert_raises(ConfigError, message, with_, **changes)
 
 
 def test_parts_of_a_step_are_even_but_for_a_loader_whose_batches_they_are():

@@ -16,6 +16,7 @@ import pytest
 from accelerant.errors import AccelerantError, ConfigError, ProtocolError, ShapeError, UnsupportedDtype
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg.protocol import make_identities
+from refusals import assert_raises
 
 pytest.importorskip("flwr", reason="the extra federated is not installed")
 
@@ -262,18 +263,15 @@ def test_a_round_that_fails_names_its_nodes_and_their_reasons(tmp_path):
 
     for nodes in ((), (2,)):
         grid.nodes = nodes
-        with pytest.raises(ProtocolError, match=rf"{len(nodes)} nodes are connected, and the threshold is 2 of 3 cl"):
-            run(3)
+        assert_raises(ProtocolError, rf"{len(nodes)} nodes are connected, and the threshold is 2 of 3 cl", run, 3)
     grid.nodes = (1, 2, 3)
     with pytest.raises(
         ProtocolError, match=r"1 clients sent .* mask, .*; node 2 in stage mask: .*NaN or.*; node 3 in "
     ):
         run(3)
-    with pytest.raises(ProtocolError, match=r"0 clients sent .*; node 1 in .*round 2 is not above the last one, 3:"):
-        run(2)
+    assert_raises(ProtocolError, r"0 clients sent .*; node 1 in .*round 2 is not above the last one, 3:", run, 2)
     grid.mute = (1, 3)
-    with pytest.raises(ProtocolError, match=r"1 clients sent .*; node 1 in stage advertise: no reply in 3 s; node 3 "):
-        run(4)
+    assert_raises(ProtocolError, r"1 clients sent .*; node 1 in stage advertise: no reply in 3 s; node 3 ", run, 4)
 
 
 def reachable(port):

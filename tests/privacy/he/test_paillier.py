@@ -32,6 +32,7 @@ from accelerant.errors import (
 from accelerant.privacy import he
 from accelerant.privacy.he import encoding, paillier
 from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey, PublicKey, keygen
+from refusals import assert_raises
 from requirements import require_backend, require_module
 
 
@@ -107,8 +108,7 @@ def test_values_come_back_exactly(keys, dtype):
 def test_numpy_has_no_bfloat16(keys):
     public, private = keys
     encrypted = public.encrypt(np.array([1.5], np.float32))
-    with pytest.raises(UnsupportedDtype, match="NumPy has no bfloat16"):
-        private.decrypt(encrypted, dtype="bfloat16")
+    assert_raises(UnsupportedDtype, "NumPy has no bfloat16", private.decrypt, encrypted, dtype="bfloat16")
 
 
 def test_small_floats_are_rounded_to_the_precision(keys):
@@ -208,14 +208,12 @@ def test_keygen_of_2048_bits():
     assert public.blum
     x = torch.tensor([1e300, -1.5], dtype=torch.float64)
     assert torch.equal(private.decrypt(public.encrypt(x)), x)
-    with pytest.raises(ConfigError, match="even number of bits"):
-        keygen(1024)
+    assert_raises(ConfigError, "even number of bits", keygen, 1024)
 
 
 @pytest.mark.parametrize("bits", [0, 1024, 2047, 2049, 8194])
 def test_other_sizes_of_keys_are_refused(bits):
-    with pytest.raises(ConfigError, match=f"from 2048 to 8192, got {bits}"):
-        keygen(bits)
+    assert_raises(ConfigError, f"from 2048 to 8192, got {bits}", keygen, bits)
 
 
 def test_primes_are_checked(private):
@@ -227,13 +225,10 @@ def test_primes_are_checked(private):
         with pytest.raises(FormatError, match=match) as error:
             PrivateKey(*bad, insecure=True)
         assert_shows_nothing(str(error.value), private)
-    with pytest.raises(FormatError, match="of as many bits"):
-        PrivateKey(3, q)
-    with pytest.raises(FormatError, match="of 1024 bits"):
-        PrivateKey(p, q)
+    assert_raises(FormatError, "of as many bits", PrivateKey, 3, q)
+    assert_raises(FormatError, "of 1024 bits", PrivateKey, p, q)
     for n in (0, -5, 16, 2**64):
-        with pytest.raises(FormatError, match="n must be odd"):
-            PublicKey(n, insecure=True)
+        assert_raises(FormatError, "n must be odd", PublicKey, n, insecure=True)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -276,8 +271,7 @@ def test_operands_broadcast_as_numpys(private, shape):
             try:
                 wanted = op(x, plain.astype(int)), op(plain.astype(int), x)
             except ValueError:
-                with pytest.raises(ShapeError, match="do not broadcast"):
-                    op(c, form)
+                assert_raises(ShapeError, "do not broadcast", op, c, form)
                 continue
             for found, each in zip((op(c, form), op(form, c)), wanted, strict=True):
                 values = private.decrypt(found)
@@ -301,11 +295,9 @@ def test_empty_and_single_tensors(keys):
     empty = public.encrypt(torch.zeros(0, 3))
     assert private.decrypt(empty * 2 + empty).shape == (0, 3)
     assert private.decrypt(EncryptedTensor.from_bytes(empty.to_bytes(), public)).shape == (0, 3)
-    with pytest.raises(ShapeError, match="at least one term"):
-        empty.sum(0)
+    assert_raises(ShapeError, "at least one term", empty.sum, 0)
     assert private.decrypt(public.encrypt(2.5, limit=10)) == 2.5
-    with pytest.raises(ShapeError, match="no length"):
-        len(public.encrypt(1))
+    assert_raises(ShapeError, "no length", lambda: len(public.encrypt(1)))
     assert len(public.encrypt([1, 2])) == 2
 
 
@@ -320,16 +312,14 @@ def test_an_overflow_is_an_error_and_never_wraps(keys):
         lambda: c * 0.5 + 0.5,
         lambda: public.encrypt([1, 1]) * 2**1000,
     ):
-        with pytest.raises(RangeError, match="smaller limit"):
-            operation()
+        assert_raises(RangeError, "smaller limit", operation)
     for m in (top, -top):
         big = public._plain([m], paillier.HOST).ints()[0] % public.n**2
         assert private._signed(residues_of([big], public.n_square)) == [m]
         with pytest.raises(RangeError, match="does not fit int64"):
             private.decrypt(public.from_ints(big))
     hidden = public._plain([top + 1], paillier.HOST).ints()[0] % public.n**2
-    with pytest.raises(RangeError, match="overflowed elsewhere"):
-        private.decrypt(public.from_ints(hidden))
+    assert_raises(RangeError, "overflowed elsewhere", lambda: private.decrypt(public.from_ints(hidden)))
     with pytest.raises(RangeError, match="does not fit int8"):
         private.decrypt(public.encrypt(np.array([100], np.int8)) + np.array([100], np.int8))
     with pytest.raises(RangeError, match="larger key"):
@@ -340,21 +330,17 @@ def test_an_overflow_is_an_error_and_never_wraps(keys):
 
 def test_values_that_cannot_be_encrypted(public):
     for x, match in [([1.0, math.nan], "index 1 is not finite"), ([[1.0], [math.inf]], "index 1 is not finite")]:
-        with pytest.raises(RangeError, match=match):
-            public.encrypt(np.array(x), limit=2)
+        assert_raises(RangeError, match, public.encrypt, np.array(x), limit=2)
     with pytest.raises(RangeError, match="flat index 2 is beyond the limit") as error:
         public.encrypt(np.array([1, 2, 123456789]), limit=10)
     assert "123456789" not in str(error.value)
     for x in (True, np.zeros(1, complex), torch.zeros(1, dtype=torch.bool), "text", [None], np.ma.ones(2)):
-        with pytest.raises(UnsupportedDtype):
-            public.encrypt(x)
+        assert_raises(UnsupportedDtype, None, public.encrypt, x)
     for x, message in [
         (torch.eye(2).to_sparse(), "a sparse_coo tensor"), (torch.ones(2, device="meta"), "a meta tensor"),
     ]:  # fmt: skip
-        with pytest.raises(UnsupportedCase, match=message):
-            public.encrypt(x)
-    with pytest.raises(UnsupportedDtype, match="nested lists of equal lengths"):
-        public.encrypt([[1], [2, 3]])
+        assert_raises(UnsupportedCase, message, public.encrypt, x)
+    assert_raises(UnsupportedDtype, "nested lists of equal lengths", public.encrypt, [[1], [2, 3]])
     assert public.encrypt(torch.tensor([1 + 2j]).conj().imag).shape == (1,)  # a view with the negative bit
     for options in (
         {"exponent": 1},
@@ -364,23 +350,17 @@ def test_values_that_cannot_be_encrypted(public):
         {"limit": "1"},
         {"exponent": 0.5},
     ):
-        with pytest.raises(ConfigError):
-            public.encrypt([1], **options)
+        assert_raises(ConfigError, None, public.encrypt, [1], **options)
 
 
 def test_refused_operands(private):
     other = PrivateKey(11, 17, insecure=True).public.from_ints(1)
     c = private.encrypt(torch.ones(2, 3))
-    with pytest.raises(FormatError, match="encrypted for"):
-        c + other
-    with pytest.raises(FormatError, match="the key is of"):
-        private.decrypt(other)
-    with pytest.raises(UnsupportedCase, match="bfv multiplies ciphertexts"):
-        c * c
-    with pytest.raises(UnsupportedCase, match=r"Paillier takes plain arrays, got EncryptedTensor"):
-        c.public.encrypt(c)
-    with pytest.raises(ConfigError, match="wanted an EncryptedTensor, got ndarray"):
-        private.decrypt(np.ones(3))
+    assert_raises(FormatError, "encrypted for", lambda: c + other)
+    assert_raises(FormatError, "the key is of", private.decrypt, other)
+    assert_raises(UnsupportedCase, "bfv multiplies ciphertexts", lambda: c * c)
+    assert_raises(UnsupportedCase, r"Paillier takes plain arrays, got EncryptedTensor", c.public.encrypt, c)
+    assert_raises(ConfigError, "wanted an EncryptedTensor, got ndarray", private.decrypt, np.ones(3))
     for operation in (
         lambda: c + torch.ones(2),
         lambda: c @ torch.ones(2, 2),
@@ -388,12 +368,9 @@ def test_refused_operands(private):
         lambda: c[5],
         lambda: c.reshape(4),
     ):
-        with pytest.raises(ShapeError):
-            operation()
-    with pytest.raises(RangeError, match="not finite"):
-        c * math.nan
-    with pytest.raises(UnsupportedDtype):
-        private.decrypt(c, dtype="complex64")
+        assert_raises(ShapeError, None, operation)
+    assert_raises(RangeError, "not finite", lambda: c * math.nan)
+    assert_raises(UnsupportedDtype, None, private.decrypt, c, dtype="complex64")
 
 
 def test_no_result_is_fresh(keys):
@@ -446,8 +423,7 @@ def test_packed(keys):
     for _ in range(126):
         total = total + c
     assert (private.decrypt(total) == 127 * x).all()
-    with pytest.raises(RangeError, match="of a slot"):
-        total + c
+    assert_raises(RangeError, "of a slot", lambda: total + c)
     assert (private.decrypt(c * -3 + 5 - x) == -4 * x + 5).all()
     assert (private.decrypt(c.reshape(-1) - 1) == x.reshape(-1) - 1).all()
     again = EncryptedTensor.from_bytes((-c).to_bytes(), public)
@@ -462,14 +438,10 @@ def test_what_packed_tensors_refuse(public):
         lambda: c * [1, 2, 3], lambda: c * 0.5, lambda: c[0], c.sum, c.to_ints, lambda: c + public.encrypt([1, 2, 3]),
         lambda: c @ [1, 2, 3], lambda: c + 0.5, lambda: c + np.ones((2, 3), int),
     ):  # fmt: skip
-        with pytest.raises(UnsupportedCase, match=r"packed"):
-            operation()
-    with pytest.raises(RangeError, match="flat index 1"):
-        public.encrypt([1, 2**23 + 1], pack=True)
-    with pytest.raises(ConfigError, match="need an exponent"):
-        public.encrypt([0.5], pack=True)
-    with pytest.raises(ConfigError, match="24 bits"):
-        public.encrypt([1], pack=True, limit=2**24)
+        assert_raises(UnsupportedCase, r"packed", operation)
+    assert_raises(RangeError, "flat index 1", public.encrypt, [1, 2**23 + 1], pack=True)
+    assert_raises(ConfigError, "need an exponent", public.encrypt, [0.5], pack=True)
+    assert_raises(ConfigError, "24 bits", public.encrypt, [1], pack=True, limit=2**24)
 
 
 # --- phe -------------------------------------------------------------------------------------------------------------
@@ -493,8 +465,7 @@ def test_phe_reads_ours_and_the_reverse(keys):
     assert again == private
     foreign = PublicKey(theirs.n, insecure=True)
     assert private.decrypt(foreign.encrypt(2)) == 2
-    with pytest.raises(ConfigError, match="fast=True needs a key"):
-        foreign.encrypt(2, fast=True)
+    assert_raises(ConfigError, "fast=True needs a key", foreign.encrypt, 2, fast=True)
 
 
 # --- other libraries -------------------------------------------------------------------------------------------------
@@ -527,16 +498,13 @@ def test_a_message_may_name_a_library_that_is_not_here(keys, monkeypatch):
     for kind, name in ((2, "cupy"), (3, "jax")):
         monkeypatch.setitem(sys.modules, name, None)
         received = EncryptedTensor.from_bytes(data[:41] + bytes([kind]) + data[42:], public)
-        with pytest.raises(UnsupportedCase, match=f"of {name}, which is not installed here"):
-            private.decrypt(received)
-    with pytest.raises(ConfigError, match="'torch' or 'numpy', got 'jax'"):
-        public.from_ints(1, kind="jax")
+        assert_raises(UnsupportedCase, f"of {name}, which is not installed here", private.decrypt, received)
+    assert_raises(ConfigError, "'torch' or 'numpy', got 'jax'", public.from_ints, 1, kind="jax")
 
 
 def test_a_limit_beyond_every_float(keys):
     public, private = keys
-    with pytest.raises(RangeError, match="a smaller limit"):
-        public.encrypt([1], limit=10**400)
+    assert_raises(RangeError, "a smaller limit", public.encrypt, [1], limit=10**400)
     assert private.decrypt(public.encrypt([5, -6], limit=10**200)).tolist() == [5, -6]
 
 
@@ -572,10 +540,8 @@ def test_a_private_key_is_saved_for_its_owner_only(private, tmp_path):
         with pytest.raises(FormatError, match="wrong passphrase, or damaged") as error:
             PrivateKey.from_bytes(wrong, word, insecure=True)
         assert_shows_nothing(str(error.value), private)
-    with pytest.raises(ConfigError, match="passphrase"):
-        private.to_bytes("")
-    with pytest.raises(FormatError, match="of 1024 bits"):
-        PrivateKey.load(path, "passphrase")
+    assert_raises(ConfigError, "passphrase", private.to_bytes, "")
+    assert_raises(FormatError, "of 1024 bits", PrivateKey.load, path, "passphrase")
 
 
 def test_private_numbers_show_nowhere(private):
@@ -592,8 +558,7 @@ def test_messages_of_another_key_version_or_size(keys):
     data = public.encrypt([1, 2]).to_bytes()
     head = 8 + 32 + 3
     other = PublicKey(public.n + 4, insecure=True)
-    with pytest.raises(FormatError, match="of another key"):
-        EncryptedTensor.from_bytes(data, other)
+    assert_raises(FormatError, "of another key", EncryptedTensor.from_bytes, data, other)
     for changed, match in [
         (data[:7] + b"\x02" + data[8:], "version 2"), (b"x" + data[1:], "begins with other bytes"), (b"", "cut off"),
         (public.to_bytes(), "begins with other bytes"), (data[:-1], "bytes of ciphertexts"),
@@ -603,8 +568,7 @@ def test_messages_of_another_key_version_or_size(keys):
         (data[:-256] + public.n.to_bytes(256, "big"), "not coprime"),
         (data[:41] + b"\x09" + data[42:], "larger than allowed"),
     ]:  # fmt: skip
-        with pytest.raises(FormatError, match=match):
-            EncryptedTensor.from_bytes(changed, public)
+        assert_raises(FormatError, match, EncryptedTensor.from_bytes, changed, public)
     size = data.index((2).to_bytes(8, "big"), head + 4 + public.n_bytes)
     for claimed in (2**47, 2**63, 2**64 - 1, 3, 0):  # a negative size is a huge one
         with pytest.raises(FormatError, match=r"bytes of ciphertexts|larger than allowed"):
@@ -613,11 +577,9 @@ def test_messages_of_another_key_version_or_size(keys):
         with pytest.raises(FormatError, match=match) as error:
             public.from_ints([1, value])
         assert_shows_nothing(str(error.value), private)
-    with pytest.raises(UnsupportedDtype, match="integer"):
-        public.from_ints(["1"])
+    assert_raises(UnsupportedDtype, "integer", public.from_ints, ["1"])
     for data in (b"ACLPAIn\x01", public.to_bytes()[:9], public.to_bytes() + b"1", b"ACLPAIn\x01\x00" + b"\xff" * 2000):
-        with pytest.raises(FormatError):
-            PublicKey.from_bytes(data)
+        assert_raises(FormatError, None, PublicKey.from_bytes, data)
 
 
 @pytest.mark.search(1)
@@ -718,8 +680,7 @@ def test_ciphertexts_on_a_device(backend):
     c = public.encrypt(numbers, device=device)
     assert torch.equal(private.decrypt(c), numbers)
     assert private.decrypt(c + c, dtype="float64").tolist() == [10.0, -14.0, 2.0**63, -(2.0**64)]
-    with pytest.raises(RangeError, match="a decrypted value does not fit int8"):
-        private.decrypt(c, dtype="int8")
+    assert_raises(RangeError, "a decrypted value does not fit int8", lambda: private.decrypt(c, dtype="int8"))
     assert torch.equal(private.decrypt(public.encrypt(numbers[:2], device=device, limit=7)), numbers[:2])
     with pytest.raises(RangeError, match="flat index 2 is beyond the limit"):
         public.encrypt(numbers, device=device, limit=7)
@@ -730,8 +691,7 @@ def test_ciphertexts_on_a_device(backend):
         assert private.decrypt(public_call(edges, device=device)).tolist() == edges.tolist()
     assert private.decrypt(public.encrypt(np.zeros((0, 3), np.int64), device=device)).shape == (0, 3)
     overflown = public.from_ints((1 + public.max_int * public.n) % int(public.n_square), device=device, limit=2) + 6
-    with pytest.raises(RangeError, match="decrypted number 0 is beyond n/3"):
-        private.decrypt(overflown)
+    assert_raises(RangeError, "decrypted number 0 is beyond n/3", lambda: private.decrypt(overflown))
     fast = public.encrypt(x[0], device=device, fast=True)
     assert torch.equal(private.decrypt(fast), x[0])
 

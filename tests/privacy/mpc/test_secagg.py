@@ -39,6 +39,7 @@ from accelerant.privacy.mpc.secagg.protocol import (
     local_threshold,
     make_identities,
 )
+from refusals import assert_raises
 
 CLIENTS, SIZE = 5, 33
 
@@ -127,8 +128,7 @@ def test_a_sparse_graph_reveals_no_seed_of_a_client_without_masks(dropped):
     told = messages.pack_ids(set(drawn) - left) + messages.pack_pieces({i: sealed[i] for i in set(sealed) - left})
     sent = {i: party.step("mask", i, answers[i]) for i in range(1, 24)}
     lie = party.step("mask", 0, messages.pack_message(messages.MASK, context, 0, told))
-    with pytest.raises(ProtocolError, match="client 0 has not masked its input with those that it was told"):
-        server.receive(lie)
+    assert_raises(ProtocolError, "client 0 has not masked its input with those that it was told", server.receive, lie)
     statements = {i: message[42:110] for i, message in sent.items()}
     true = lie[42 : 42 + 4 * (len(left) + 1) + 64]
     forged = itertools.cycle([true, statements[1], messages.pack_ids([]) + true[-64:], None])
@@ -161,8 +161,7 @@ def test_members_of_a_sparse_graph_have_one_list_of_members():
     body = AggregationReader(answers.pop(0)[42:], 24)
     told = messages.pack_ids(body.ids()) + messages.pack_pieces({i: x for i, x in body.pieces().items() if i != 23})
     lie = party.step("mask", 0, messages.pack_message(messages.MASK, context, 0, told))
-    with pytest.raises(ProtocolError, match="signature is not client 0's"):
-        server.receive(lie)
+    assert_raises(ProtocolError, "signature is not client 0's", server.receive, lie)
     for i, answer in answers.items():
         server.receive(party.step("mask", i, answer))
     held, statement = set(server._sealed[0]), lie[42:110]
@@ -252,8 +251,7 @@ def test_what_is_no_real_number_is_refused(update, error, message):
         ([update] * 3, {"max_abs": 1.0}),
         ([{"w": update}] * 3, {"max_norm": 1.0}),
     ):
-        with pytest.raises(error, match=message):
-            mpc.secure_aggregate(updates, 2, **options)
+        assert_raises(error, message, mpc.secure_aggregate, updates, 2, **options)
     with pytest.raises(error, match=message):
         mpc.SecureAggregation(2, 2, 1, max_abs=1.0).encoding.encode(update, 1, torch.device("cpu"))
 
@@ -270,8 +268,7 @@ def test_updates_that_differ_are_refused():
         ([[one], [one, one]], r"\[1\], which update 0 does not have"),
         ([{"w": [one]}, {"w": [one[:1]]}], r"update 1\['w'\]\[0\] is"),
     ]:
-        with pytest.raises(ShapeError, match=message):
-            mpc.secure_aggregate(updates, 2)
+        assert_raises(ShapeError, message, mpc.secure_aggregate, updates, 2)
     with pytest.raises(ConfigError, match="in a call of their own"):
         mpc.secure_aggregate([{"w": one, "n": torch.tensor(2**40)}] * 2, 2)
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))  # its layers are not clients
@@ -374,8 +371,7 @@ def test_sums_that_just_fit():
     assert (encoding._TAIL, encoding._LEAST_STEPS, encoding.SMOOTH, encoding._HALF) == (12, 4, 1.58, 2**31)
     noisy = {"clients": 3, "threshold": 3, "size": 1, "max_norm": 2.0**10, "step": 1.0}
     least = 4 * math.sqrt(3) / (2.0**10 + 0.5)
-    with pytest.raises(ConfigError, match="too narrow"):
-        mpc.SecureAggregation(**noisy, noise_multiplier=least * 0.97)
+    assert_raises(ConfigError, "too narrow", lambda: mpc.SecureAggregation(**noisy, noise_multiplier=least * 0.97))
     assert mpc.SecureAggregation(**noisy, noise_multiplier=least * 1.0001).encoding.std >= 4
 
 
@@ -389,8 +385,7 @@ def test_a_sparse_graph_charges_its_probability_to_fail():
 def test_a_budget_ends_the_round_before_anything_is_unmasked():
     party = Party(max_abs=None, step=None, max_norm=1.0, noise_multiplier=1.0)
     ledger = PrivacyLedger(unit="client", budget=Budget(epsilon=1.0, delta=1e-5))
-    with pytest.raises(BudgetExceeded):
-        party.run(ledger=ledger)
+    assert_raises(BudgetExceeded, None, party.run, ledger=ledger)
     assert not ledger.events
     with pytest.raises(ConfigError, match="add-or-remove-one"):
         party.server(ledger=PrivacyLedger(unit="client", neighbouring="replace-one"))
@@ -404,8 +399,7 @@ def test_a_client_counts_for_itself():
     party.run(0)
     assert [event.count for event in ledger.events] == [1]
     _, answers = party.upto("mask", 1)
-    with pytest.raises(BudgetExceeded):
-        party.step("mask", 2, answers[2])
+    assert_raises(BudgetExceeded, None, party.step, "mask", 2, answers[2])
     assert party.clients[2]._round is None
     assert ledger.epsilon(1e-5) < 1.3
     with pytest.raises(ConfigError, match="add-or-remove-one"):
@@ -471,8 +465,7 @@ def test_strengths(monkeypatch):
         assert messages.derived(private[0], public, context, purpose, first, second) == hkdf(purpose, first, second)
     assert messages.mask_seed(private[0], public, context, 7, 3) == (hkdf(b"mask", 3, 7), -1)
     assert messages.mask_seed(private[0], public, context, 3, 7) == (hkdf(b"mask", 3, 7), 1)
-    with pytest.raises(ProtocolError, match="no valid X25519 key"):
-        messages.derived(private[0], bytes(32), context, b"mask", 0, 1)
+    assert_raises(ProtocolError, "no valid X25519 key", messages.derived, private[0], bytes(32), context, b"mask", 0, 1)
     drawn, real = set(), os.urandom
     monkeypatch.setattr(os, "urandom", lambda size: (drawn.add(found := real(size)), found)[1])
     party = Party(size=2)
@@ -505,8 +498,7 @@ def test_the_context_has_every_setting():
     assert len(set(contexts)) == len(contexts)
     assert {len(each) for each in contexts} == {32}
     for number in (-1, 1.0, True):
-        with pytest.raises(ConfigError, match="round_number"):
-            setup.context(number, keys)
+        assert_raises(ConfigError, "round_number", setup.context, number, keys)
     assert {name for change in others for name in change} == {each.name for each in fields(setup)} - {"clients"}
 
 
@@ -540,8 +532,7 @@ def test_a_round_whose_first_message_fails_is_over(party):
         raise Interrupted
 
     client, party.clients[0]._sign = party.clients[0], interrupted
-    with pytest.raises(Interrupted):
-        client.advertise(1)
+    assert_raises(Interrupted, None, client.advertise, 1)
     assert "no round" in repr(client)
 
 
@@ -553,11 +544,9 @@ def test_a_round_is_never_used_twice(party, tmp_path):
     path = tmp_path / "round"
     party.setup.client(0, party.signing[0], party.keys, state_path=path).advertise(9)
     again = party.setup.client(0, party.signing[0], party.keys, state_path=path)
-    with pytest.raises(ProtocolError, match="round 9 is not above"):
-        again.advertise(9)
+    assert_raises(ProtocolError, "round 9 is not above", again.advertise, 9)
     path.write_text("nine")
-    with pytest.raises(ConfigError, match="does not hold"):
-        party.setup.client(0, party.signing[0], party.keys, state_path=path)
+    assert_raises(ConfigError, "does not hold", party.setup.client, 0, party.signing[0], party.keys, state_path=path)
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
@@ -581,8 +570,7 @@ def test_clients_abort_at_any_wrong_answer(stage):
             party.step(stage, 0, change(answers[0], answers[1]))
         assert "no round" in repr(party.clients[0])
         assert party.clients[0]._round is None
-        with pytest.raises(ProtocolError, match="in no round"):
-            party.step(stage, 0, answers[0])
+        assert_raises(ProtocolError, "in no round", party.step, stage, 0, answers[0])
 
 
 def test_shares_that_the_server_changes_are_noticed(party):
@@ -603,30 +591,25 @@ def test_the_server_refuses_messages_and_goes_on(party):
     forged = good[:-1] + bytes([good[-1] ^ 1])
     changed = (good[:-70] + good[-64:], good[:42] + other[42:], b"x" + good[1:])
     for bad in (b"", good[:50], forged, *changed, "text" * 50, 5, None, [good]):
-        with pytest.raises((ProtocolError, FormatError)):
-            server.receive(bad)
+        assert_raises((ProtocolError, FormatError), None, server.receive, bad)
     for message in messages.values():
         server.receive(message)
-    with pytest.raises(ProtocolError, match="client 0 has sent its message"):
-        server.receive(good)
+    assert_raises(ProtocolError, "client 0 has sent its message", server.receive, good)
     answers = server.advance()
-    with pytest.raises(ProtocolError, match="of stage share, this is stage mask"):
-        server.receive(good)
+    assert_raises(ProtocolError, "of stage share, this is stage mask", server.receive, good)
     for stage in STAGES[2:]:
         for i, answer in answers.items():
             server.receive(party.step(stage, i, answer))
         answers = server.advance()
     assert torch.equal(server.finish().sum, party.sum(range(CLIENTS)))
-    with pytest.raises(ProtocolError, match="failed"):
-        server.finish()
+    assert_raises(ProtocolError, "failed", server.finish)
 
 
 def test_the_server_refuses_what_a_client_signs_wrongly(party):
     """A client that follows only the format: at each stage bodies that are too short, too long, or of other clients."""
     context, n = party.setup.context(0, party.keys), CLIENTS
     server, answers = party.server(), dict.fromkeys(range(n), b"")
-    with pytest.raises(ProtocolError, match="after all stages, this is advertise"):
-        server.finish()
+    assert_raises(ProtocolError, "after all stages, this is advertise", server.finish)
 
     def changed(of, at, by):
         return {i: by if i == at else each for i, each in of.items()}
@@ -664,25 +647,20 @@ def test_the_server_refuses_what_a_client_signs_wrongly(party):
         good = true[0]
         for body in bodies(stage, good[42:-64]):
             bad = messages.pack_signed(STAGES.index(stage), context, 0, body, party.signing[0].sign)
-            with pytest.raises((ProtocolError, FormatError)):
-                server.receive(bad)
+            assert_raises((ProtocolError, FormatError), None, server.receive, bad)
             assert 0 not in server._received
         for message in true.values():
             server.receive(message)
         if stage == "mask":
             late = messages.pack_signed(messages.CONSISTENCY, context, 4, b"", party.signing[4].sign)
         answers = server.advance()
-        with pytest.raises(ProtocolError, match="before its first message"):
-            server.bind(b"another request")
+        assert_raises(ProtocolError, "before its first message", server.bind, b"another request")
         if stage != "unmask":
-            with pytest.raises(ProtocolError, match="known after all stages"):
-                server.finish()
+            assert_raises(ProtocolError, "known after all stages", server.finish)
         if stage == "mask":
-            with pytest.raises(ProtocolError, match="client 4 has left the round"):
-                server.receive(late)
+            assert_raises(ProtocolError, "client 4 has left the round", server.receive, late)
     for call in (lambda: server.receive(good), server.advance):
-        with pytest.raises(ProtocolError, match=r"is done"):
-            call()
+        assert_raises(ProtocolError, r"is done", call)
     assert torch.equal(server.finish().sum, party.sum(range(4)))
 
 
@@ -701,20 +679,16 @@ def test_a_changed_share_is_seen(sizes, left, message):
     share = bytearray(server._received[1][2])
     share[3] ^= 1  # X25519 ignores the lowest bits of a key
     server._received[1][2] = bytes(share)
-    with pytest.raises(ProtocolError, match=message):
-        server.finish()
+    assert_raises(ProtocolError, message, server.finish)
     assert server.stage == "failed"
 
 
 def test_clients_of_other_settings_or_keys_are_refused(party):
     other = Party(max_abs=4.0)
     server = party.server()
-    with pytest.raises(ProtocolError, match="other settings or keys"):
-        server.receive(other.clients[0].advertise(0))
-    with pytest.raises(ShapeError, match="wanted 5 verification keys"):
-        party.setup.server(0, party.keys[:4])
-    with pytest.raises(ConfigError, match="not that of client 1"):
-        party.setup.client(1, party.signing[0], party.keys)
+    assert_raises(ProtocolError, "other settings or keys", lambda: server.receive(other.clients[0].advertise(0)))
+    assert_raises(ShapeError, "wanted 5 verification keys", lambda: party.setup.server(0, party.keys[:4]))
+    assert_raises(ConfigError, "not that of client 1", party.setup.client, 1, party.signing[0], party.keys)
 
 
 def test_a_round_is_bound_to_one_request(party):
@@ -726,8 +700,7 @@ def test_a_round_is_bound_to_one_request(party):
         server.receive(party.clients[4].advertise(0, b"model 2"))
     for message in sent:
         server.receive(message)
-    with pytest.raises(ProtocolError, match="before its first message"):
-        server.bind(b"model 2")
+    assert_raises(ProtocolError, "before its first message", server.bind, b"model 2")
     answers = server.advance()
     for i, answer in answers.items():
         server.receive(party.clients[i].share_keys(answer))
@@ -775,8 +748,7 @@ def test_secrets_are_not_shown_or_copied(party):
     texts.append(str(raised.value))
     assert not any(secret.hex()[:12] in text or str(secret[:4]) in text for secret in secrets for text in texts)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(ConfigError, match="not copied"):
-            duplicate(client)
+        assert_raises(ConfigError, "not copied", duplicate, client)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

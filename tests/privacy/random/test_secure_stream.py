@@ -11,6 +11,7 @@ import torch
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream, chacha20_words, key_words
+from refusals import assert_raises
 
 KEY = bytes(range(32))
 
@@ -93,15 +94,13 @@ def test_counters_are_never_given_twice_to_threads():
 def test_the_end_of_the_counters_is_refused():
     stream = SecureStream(KEY)
     stream.reserve(2**64 - 2)
-    with pytest.raises(ConfigError, match="2\\^64 blocks"):
-        stream.reserve(3)
+    assert_raises(ConfigError, "2\\^64 blocks", stream.reserve, 3)
     assert stream.reserve(2)[1] == 2**64 - 2
 
 
 @pytest.mark.parametrize("size", [0, 16, 31, 33])
 def test_keys_of_another_length_are_refused(size):
-    with pytest.raises(ConfigError, match=f"32 bytes, got {size}"):
-        SecureStream(bytes(size))
+    assert_raises(ConfigError, f"32 bytes, got {size}", SecureStream, bytes(size))
 
 
 def test_streams_differ_and_torchs_seed_changes_nothing():

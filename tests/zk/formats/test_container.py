@@ -13,6 +13,7 @@ from parts import EXTENSIONS, FAMILIES, FILES, VECTORS, offset_of, put_together,
 
 from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.zk.formats import Ptau, R1cs, Witness, Zkey, describe, open_file, write_r1cs, write_wtns
+from refusals import assert_raises
 
 ONE = np.array([[1, 0, 0, 0]], np.uint64)
 CLASSES = {"zkey": Zkey, "wtns": Witness, "r1cs": R1cs, "ptau": Ptau}
@@ -78,8 +79,7 @@ def test_damaged_containers_are_refused(kind, opened):
     for count in (257, 2**32 - 1):
         wrong.append((data[:8] + struct.pack("<I", count) + data[12:], f"byte 8: {count} sections"))
     for damaged, message in wrong:
-        with pytest.raises(FormatError, match=message):
-            opened(kind, damaged)
+        assert_raises(FormatError, message, opened, kind, damaged)
 
 
 LENGTHS = {"zkey": range(1, 11), "wtns": (1, 2), "r1cs": (1, 2, 3), "ptau": (*range(1, 8), *range(12, 16))}
@@ -110,20 +110,14 @@ def test_missing_sections_are_refused(kind, opened):
 
 
 def test_no_file_a_folder_a_pipe_an_empty_file(tmp_path):
-    with pytest.raises(MissingFile, match=r"missing.zkey does not exist"):
-        Zkey.open(tmp_path / "missing.zkey")
-    with pytest.raises(FormatError, match="not a regular file"):
-        Zkey.open(tmp_path)
+    assert_raises(MissingFile, r"missing.zkey does not exist", Zkey.open, tmp_path / "missing.zkey")
+    assert_raises(FormatError, "not a regular file", Zkey.open, tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FormatError, match="not a regular file"):
-        Zkey.open(tmp_path / "pipe")
-    with pytest.raises(FormatError, match="cannot read"):
-        Zkey.open("a\0b")
+    assert_raises(FormatError, "not a regular file", Zkey.open, tmp_path / "pipe")
+    assert_raises(FormatError, "cannot read", Zkey.open, "a\0b")
     (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(FormatError, match="shorter than the file header"):
-        Zkey.open(tmp_path / "empty")
-    with pytest.raises(FormatError, match=r"begins with b''"):
-        open_file(tmp_path / "empty")
+    assert_raises(FormatError, "shorter than the file header", Zkey.open, tmp_path / "empty")
+    assert_raises(FormatError, r"begins with b''", open_file, tmp_path / "empty")
 
 
 def test_arrays_outlive_the_file_and_cannot_be_written():
@@ -179,8 +173,7 @@ def test_only_files_are_replaced(tmp_path):
         (tmp_path / ("x" * 300), "File name too long"),
         ("a\0b", "null byte"),
     ):
-        with pytest.raises(ConfigError, match=match):
-            write_wtns(path, "bn254", ONE)
+        assert_raises(ConfigError, match, write_wtns, path, "bn254", ONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "pipe", "to the pipe"]
     assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
 
@@ -222,8 +215,7 @@ def test_a_file_that_is_cut_while_it_is_opened(tmp_path, monkeypatch, left):
         return real_map(*arguments, **options)
 
     monkeypatch.setattr(mmap, "mmap", cut_first)
-    with pytest.raises(FormatError, match="while it was being opened"):
-        Witness.open(path)
+    assert_raises(FormatError, "while it was being opened", Witness.open, path)
 
 
 # What files hold, as JSON values.
@@ -277,7 +269,5 @@ def test_a_witness_without_its_values():
 def test_files_of_no_format(tmp_path):
     (tmp_path / "a.zkey").write_bytes(b"\x7fELF and so on")
     message = r"a.zkey begins with b'\\x7fELF', which is the magic number of none of .zkey, .wtns, .r1cs, .ptau"
-    with pytest.raises(FormatError, match=message):
-        describe(tmp_path / "a.zkey")
-    with pytest.raises(FormatError, match="not a regular file"):
-        open_file(tmp_path)
+    assert_raises(FormatError, message, describe, tmp_path / "a.zkey")
+    assert_raises(FormatError, "not a regular file", open_file, tmp_path)

@@ -36,6 +36,7 @@ from accelerant.zk.groth16.keys import (
     snarkjs_scalar_field,
 )
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from refusals import assert_raises
 from requirements import require_backend
 
 KNOWN = (12345, 2**200 + 7)
@@ -224,8 +225,7 @@ def check_a_source_that_fails(folder, prover):
 
     many = prover.prove_many(failing())
     found = [next(many), next(many)]
-    with pytest.raises(RuntimeError, match="no more of them"):
-        next(many)
+    assert_raises(RuntimeError, "no more of them", lambda: next(many))
     assert all(verify(prover.verification_key, proof.public, proof) for proof in found)
 
 
@@ -370,8 +370,7 @@ def test_all_devices_add_up_one_copy_of_a_witness():
             time.sleep(0.1)
             slow.append(first)
 
-    with pytest.raises(FormatError, match="shorter now"):
-        key.begin(Truncated(), Stages())
+    assert_raises(FormatError, "shorter now", lambda: key.begin(Truncated(), Stages()))
     assert len(slow) == 4  # the next witness is not mixed with what is late of this one
 
     class File:
@@ -405,11 +404,9 @@ def test_a_forked_child_waits_for_no_threads():
 # --- what is refused -------------------------------------------------------------------------------------------------
 @pytest.mark.sample(3)
 def test_a_wrong_witness_makes_no_proof(small, product, tmp_path, prover):
-    with pytest.raises(FormatError, match="does not verify and is not returned"):
-        prover.prove(small / "wrong.wtns")
+    assert_raises(FormatError, "does not verify and is not returned", prover.prove, small / "wrong.wtns")
     _, folder = product
-    with pytest.raises(FormatError, match=r"of another circuit|is a witness on bls12_381"):
-        prover.prove(folder / "product.wtns")
+    assert_raises(FormatError, r"of another circuit|is a witness on bls12_381", prover.prove, folder / "product.wtns")
     data = bytearray((small / "witness.wtns").read_bytes())
     data[-32:] = FIELDS["bn254_fr"].modulus.to_bytes(32, "little")
     (tmp_path / "large.wtns").write_bytes(bytes(data))
@@ -524,8 +521,7 @@ def test_several_devices_share_a_proof(small, device):
     assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
     assert prover.device == "+".join(labels)
     assert len(prover.explain().splitlines()) == 6
-    with pytest.raises(FormatError, match="does not verify and is not returned"):
-        prover.prove(small / "wrong.wtns")
+    assert_raises(FormatError, "does not verify and is not returned", prover.prove, small / "wrong.wtns")
     check_a_source_that_fails(small, prover)
 
 
@@ -559,8 +555,7 @@ def test_devices_that_cannot_be(small, wrong):
         require_backend("opencl")
     with pytest.raises(ConfigError):
         Prover(small / "circuit.zkey", **{"device" if isinstance(wrong, str) else "devices": wrong})
-    with pytest.raises(ConfigError, match="devices="):
-        Prover(small / "circuit.zkey", device=[wrong])
+    assert_raises(ConfigError, "devices=", lambda: Prover(small / "circuit.zkey", device=[wrong]))
 
 
 def test_the_automatic_choice(small, monkeypatch):
@@ -580,8 +575,7 @@ def test_the_automatic_choice(small, monkeypatch):
 
     monkeypatch.setattr(keys, "space_at", absent)
     assert keys.spaces_of("auto", 1 << 16) == (HOST,)
-    with pytest.raises(BackendUnavailable):
-        keys.spaces_of("cuda", 2)
+    assert_raises(BackendUnavailable, None, keys.spaces_of, "cuda", 2)
     monkeypatch.setattr(keys, "space_at", lambda name: name)
     with override(backend="opencl"):
         assert keys.spaces_of("auto", 2) == ("opencl",)
@@ -603,8 +597,7 @@ def test_nvrtc_compiles_with_few_registers(family):
 
 def test_the_command_says_where(small, tmp_path, capsys):
     arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
-    with pytest.raises(SystemExit):
-        main(["zk", "prove", *arguments, "--device", "cpu", "--json"])
+    assert_raises(SystemExit, None, main, ["zk", "prove", *arguments, "--device", "cpu", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert (facts["device"], facts["device_seconds"]) == ("cpu", {})
     with pytest.raises(SystemExit) as ended:

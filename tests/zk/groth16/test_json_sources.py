@@ -9,6 +9,7 @@ import pytest
 
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedDtype
 from accelerant.zk.groth16 import Proof, VerificationKey, verify, verify_many
+from refusals import assert_raises
 
 FOLDER = Path(__file__).parents[2] / "vectors" / "groth16" / "range"
 FILES = [FOLDER / f"{name}.json" for name in ("verification_key", "public", "proof")]
@@ -91,23 +92,19 @@ def test_parsed_values_are_checked_as_text_is():
 def test_files_that_are_not_there_or_too_long(tmp_path):
     for path in (tmp_path / "no.json", str(tmp_path / "no.json"), tmp_path / "none"):
         for read in (Proof.from_json, VerificationKey.from_json, lambda path: verify(KEY, path, PROOF)):
-            with pytest.raises(MissingFile, match=r"no.* does not exist"):
-                read(path)
+            assert_raises(MissingFile, r"no.* does not exist", read, path)
     with pytest.raises(FormatError, match="is not JSON"):
         Proof.from_json(str(tmp_path / "none"))  # text: a name is one that ends in .json
     (tmp_path / "long.json").write_text(" " * (1 << 16) + FILES[2].read_text())
-    with pytest.raises(FormatError, match="more than 65,536"):
-        Proof.from_json(tmp_path / "long.json")
-    with pytest.raises(FormatError, match="cannot be read"):
-        Proof.from_json(tmp_path)
+    assert_raises(FormatError, "more than 65,536", Proof.from_json, tmp_path / "long.json")
+    assert_raises(FormatError, "cannot be read", Proof.from_json, tmp_path)
 
 
 def test_orders_of_arguments():
     for wrong in (PROOF, json.loads(FILES[2].read_text())):
         with pytest.raises(UnsupportedDtype, match="public is a proof: the order is verification_key, public, proof"):
             verify(KEY, wrong, PROOF.public)
-    with pytest.raises(UnsupportedDtype, match="proof 0 must be a Proof, got list"):
-        verify(KEY, [1, 2])
+    assert_raises(UnsupportedDtype, "proof 0 must be a Proof, got list", verify, KEY, [1, 2])
 
 
 def test_a_circuit_without_inputs_needs_none():

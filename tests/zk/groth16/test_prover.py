@@ -25,6 +25,7 @@ from accelerant.zk.groth16 import Proof, Prover, VerificationKey, keys, prove, v
 from accelerant.zk.groth16.keys import SECTIONS, HostKey, Stages
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from clock import Clock
+from refusals import assert_raises
 
 BN254 = Path(__file__).parents[2] / "vectors" / "formats" / "bn254"
 R = family_of("bn254").r
@@ -142,8 +143,7 @@ def test_a_wrong_witness_makes_no_proof(product, tmp_path, index):
     values[index] += 1
     write_wtns(tmp_path / "wrong.wtns", family, encode(FIELDS[f"{family}_fr"], values))
     prover = Prover(folder / "product.zkey")
-    with pytest.raises(FormatError, match="does not verify and is not returned"):
-        prover.prove(tmp_path / "wrong.wtns")
+    assert_raises(FormatError, "does not verify and is not returned", prover.prove, tmp_path / "wrong.wtns")
     unverified = prover.prove(tmp_path / "wrong.wtns", verify=False)
     assert not verify(prover.verification_key, unverified.public, unverified)
 
@@ -152,8 +152,7 @@ def test_a_witness_of_another_circuit(circuit, product):
     family, folder = product
     prover = Prover(circuit / "circuit.zkey")
     match = "of another circuit" if family == "bn254" else "is a witness on bls12_381"
-    with pytest.raises(FormatError, match=match):
-        prover.prove(folder / "product.wtns")
+    assert_raises(FormatError, match, prover.prove, folder / "product.wtns")
 
 
 def test_a_witness_that_is_not_reduced_names_no_value(product, tmp_path):
@@ -208,12 +207,10 @@ ORDER_TWO = np.array([5, *[0] * 7], np.uint64)  # y = 0: of order 2 for the doub
 def test_a_key_that_hides_nothing_is_refused(tmp_path, changes, match):
     """With delta1 = beta1 = 0, pi_A is the same each time, and proofs verify under the genuine key."""
     evil = rewritten(BN254, tmp_path / "evil.zkey", **changes)
-    with pytest.raises(FormatError, match=match):
-        Prover(evil)
+    assert_raises(FormatError, match, Prover, evil)
     with Zkey.open(evil) as zkey, pytest.raises(FormatError, match=match):
         Prover(zkey)
-    with pytest.raises(FormatError, match=match):
-        VerificationKey.from_zkey(evil)
+    assert_raises(FormatError, match, VerificationKey.from_zkey, evil)
 
 
 def test_a_key_whose_delta1_has_a_small_order_is_refused(tmp_path):
@@ -221,11 +218,9 @@ def test_a_key_whose_delta1_has_a_small_order_is_refused(tmp_path):
     g1, folder = family_of("bls12_381").g1, BN254.parent / "bls12_381"
     (order_three,) = montgomery_points(g1, encode_points(g1, [(0, 2)]))
     evil = rewritten(folder, tmp_path / "evil.zkey", delta1=order_three, beta1=None)
-    with pytest.raises(FormatError, match="beta1 is infinity"):
-        Prover(evil)
+    assert_raises(FormatError, "beta1 is infinity", Prover, evil)
     evil = rewritten(folder, tmp_path / "evil.zkey", delta1=order_three)
-    with pytest.raises(FormatError, match=r"delta1 is on bls12_381_g1 but not in its subgroup"):
-        Prover(evil)
+    assert_raises(FormatError, r"delta1 is on bls12_381_g1 but not in its subgroup", Prover, evil)
 
 
 def test_a_key_to_which_nobody_contributed_says_so(tmp_path):

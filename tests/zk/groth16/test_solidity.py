@@ -17,6 +17,7 @@ from accelerant.algebra.curve.weierstrass import add, in_subgroup, multiply, neg
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from refusals import assert_raises
 from requirements import snarkjs_command, solidity_command
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -171,12 +172,10 @@ def test_the_points_of_the_key_are_the_arguments_of_the_pairings(parts):
 def test_what_has_no_contract(parts):
     folder = VECTORS / "formats" / "bls12_381"
     key = VerificationKey.from_json((folder / "verification_key.json").read_text())
-    with pytest.raises(UnsupportedCase, match="this key is on bls12_381"):
-        key.to_solidity()
+    assert_raises(UnsupportedCase, "this key is on bls12_381", key.to_solidity)
     taken = ("contract", "uint256", "bytes32", "_", "verifyProof", "addTerm")  # the compiler refuses these
     for name in ("", "1a", "a b", "a-b", *taken, "x{", "a\n", "\u00e9", "a" * 81, None, 5):
-        with pytest.raises(ConfigError, match="must be an identifier of Solidity that is not taken"):
-            parts.key.to_solidity(name)
+        assert_raises(ConfigError, "must be an identifier of Solidity that is not taken", parts.key.to_solidity, name)
     assert "contract _a$1 {" in parts.key.to_solidity("_a$1")
 
 

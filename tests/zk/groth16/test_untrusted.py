@@ -27,6 +27,7 @@ from accelerant.zk.formats.container import montgomery_points
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.proof import point_to_json
 from accelerant.zk.groth16.verifier import Statement
+from refusals import assert_raises
 
 sys.path.append(str(Path(__file__).parents[2] / "algebra"))
 from small_orders import of_small_order, point_out_of_subgroup
@@ -138,8 +139,7 @@ def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tm
             VerificationKey.from_json(text, name="vk.json")
         assert str(refused.value).startswith(f"vk.json: {JSON_NAMES.get(name, upper)}"), kind
         evil = zkey_with(tmp_path / "evil.zkey", family, name, wrong)
-        with pytest.raises(FormatError, match=rf"evil.zkey: section [23] .*({what})"):
-            VerificationKey.from_zkey(evil)
+        assert_raises(FormatError, rf"evil.zkey: section [23] .*({what})", VerificationKey.from_zkey, evil)
         status, output, error = command(capsys, "export-vk", evil, tmp_path / "vk.json")
         assert (status, output) == (2, ""), kind
         assert "not on" in error or "subgroup" in error
@@ -167,8 +167,7 @@ def test_infinity_and_unreduced_coordinates_of_a_key(family, name, tmp_path):
             lambda: key_with(family, {name: None}),
             lambda: VerificationKey.from_zkey(evil),
         ):
-            with pytest.raises(FormatError, match=f"({name}|{JSON_NAMES[name]}|{ZKEY_NAMES[name]}) is infinity"):
-                read()
+            assert_raises(FormatError, f"({name}|{JSON_NAMES[name]}|{ZKEY_NAMES[name]}) is infinity", read)
         with Zkey.open(evil) as zkey:
             assert f"{ZKEY_NAMES[name]} of this key is infinity" in zkey.forgeable
     rows = point_to_json(curve, point)
@@ -180,8 +179,7 @@ def test_infinity_and_unreduced_coordinates_of_a_key(family, name, tmp_path):
     words = encode_points(curve, [point])[0]
     words.reshape(-1, curve.coordinates.base.limbs)[0] = [q >> 64 * i & (2**64 - 1) for i in range(words.shape[-1])]
     changes = {"ic": np.stack([words, words])} if name.startswith("ic") else {name: words}
-    with pytest.raises(FormatError, match="not below the modulus"):
-        dataclasses.replace(key_of(family), **changes)
+    assert_raises(FormatError, "not below the modulus", lambda: dataclasses.replace(key_of(family), **changes))
 
 
 def test_words_that_are_no_key():
@@ -198,8 +196,7 @@ def test_words_that_are_no_key():
         ({"ic": [[1], [2, 3]]}, UnsupportedDtype, "ic must be an array of uint64 on the host, got list"),
         ({"ic": np.ma.masked_array(key.ic, key.ic == 5)}, UnsupportedDtype, "ic is a masked array"),
     ):
-        with pytest.raises(error, match=match):
-            dataclasses.replace(key, **changes)
+        assert_raises(error, match, dataclasses.replace, key, **changes)
 
 
 def test_a_key_cannot_change_after_its_check():
@@ -332,8 +329,7 @@ def test_a_wrong_point_of_a_proof_is_refused_everywhere(family, name, tmp_path, 
             forged.to_json,
         ):
             for _ in range(3):  # a random combination must not hide it now and then
-                with pytest.raises(FormatError, match=rf"^(pi_|proofs\[[01]\]\.){name}.*(not on|subgroup)"):
-                    call()
+                assert_raises(FormatError, rf"^(pi_|proofs\[[01]\]\.){name}.*(not on|subgroup)", call)
         others = {"a": None, "b": None, "c": None} | {name: wrong}  # infinity in its pair must not hide it
         with pytest.raises(FormatError, match=r"not on|subgroup"):
             verify(key, public, dataclasses.replace(proof, **others))
@@ -356,8 +352,7 @@ def test_a_wrong_point_of_a_proof_is_refused_everywhere(family, name, tmp_path, 
     for moved in ((x + q, y), (x, y - q)) if group == "g1" else (((x[0] + q, x[1]), y), (x, (y[0], y[1] - q))):
         other = dataclasses.replace(proof, **{name: moved})
         for call in (lambda other=other: verify(key, public, other), other.to_json):
-            with pytest.raises(FormatError, match="not reduced"):
-                call()
+            assert_raises(FormatError, "not reduced", call)
 
 
 def test_pi_c_of_small_order_in_a_batch():
@@ -430,8 +425,7 @@ def test_batches():
         ((key, [b"\1\2"], [proof]), r"public\[0\] must be a sequence of Python integers, got bytes"),
         ((key, [{1, 2}], [proof]), r"public\[0\] must be a sequence of Python integers, got set"),
     ):
-        with pytest.raises(UnsupportedDtype, match=match):
-            verify_many(*arguments)
+        assert_raises(UnsupportedDtype, match, verify_many, *arguments)
     statement = Statement(key, public)
     with pytest.raises(ConfigError, match="the verification key is on bn254, the proof on bls12_381"):
         statement.proved_by(dataclasses.replace(proof, family="bls12_381"))
@@ -441,8 +435,7 @@ def test_batches():
         (key, public, [proof.to_json()]),
         (proof, public, key),
     ):
-        with pytest.raises(UnsupportedDtype, match=r"must be a (VerificationKey|Proof)"):
-            verify(*arguments)
+        assert_raises(UnsupportedDtype, r"must be a (VerificationKey|Proof)", verify, *arguments)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -475,8 +468,7 @@ def test_numbers_in_json(family):
         "[NaN]",
         f"[{'9' * 5000}]",
     ):
-        with pytest.raises(FormatError, match=r"^public"):
-            Proof.from_json(text, value)
+        assert_raises(FormatError, r"^public", Proof.from_json, text, value)
 
 
 def test_lists_and_objects_among_public_inputs_are_not_parsed():
@@ -533,8 +525,7 @@ def test_numbers_in_python():
             lambda wrong=wrong: proof.to_calldata([wrong]),
             dataclasses.replace(proof, public=(wrong,)).public_json,
         ):
-            with pytest.raises(FormatError, match=r"not from 0 to below the order"):
-                call()
+            assert_raises(FormatError, r"not from 0 to below the order", call)
     for row in (tuple(map(Strange, proof.public)), [enum.Enum("Input", [("A", first)], type=int).A, *proof.public[1:]]):
         strange = dataclasses.replace(proof, public=row, c=tuple(map(Strange, proof.c)))
         assert verify(key, row, strange)
@@ -543,8 +534,7 @@ def test_numbers_in_python():
         assert strange.to_json() == proof.to_json()
         assert strange.to_calldata() == proof.to_calldata()
         wrong = [Strange(first + r), *row[1:]]
-        with pytest.raises(FormatError, match=r"^public\[0\] is \d+, not from 0 to below the order"):
-            verify(key, wrong, proof)
+        assert_raises(FormatError, r"^public\[0\] is \d+, not from 0 to below the order", verify, key, wrong, proof)
         with pytest.raises(FormatError, match=r"^public\[0\]\[0\] is \d+, not from 0 to below the order"):
             verify_many(key, [wrong], [proof])
     for wrong in (True, 1.0, b"1", None, np.int64(1), [1], 1j, [H]):
@@ -553,8 +543,7 @@ def test_numbers_in_python():
             lambda wrong=wrong: proof.to_calldata([wrong]),
             dataclasses.replace(proof, public=(wrong,)).public_json,
         ):
-            with pytest.raises(UnsupportedDtype, match=r"public\[0\] must be a Python integer, got"):
-                call()
+            assert_raises(UnsupportedDtype, r"public\[0\] must be a Python integer, got", call)
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
@@ -569,15 +558,12 @@ def test_writers_check_what_verify_checks(name):
     for wrong in pairs:
         broken = dataclasses.replace(proof, **{name: wrong})
         for write in (broken.to_json, broken.to_calldata, lambda broken=broken: broken.to_calldata([])):
-            with pytest.raises((FormatError, UnsupportedDtype), match=f"^pi_{name} "):
-                write()
+            assert_raises((FormatError, UnsupportedDtype), f"^pi_{name} ", write)
     zero = (0, 0) if group == "g1" else ((0, 0), (0, 0))
     infinite = dataclasses.replace(proof, **{name: zero})  # as the arrays of this library and EIP-196 encode it
     assert getattr(Proof.from_json(infinite.to_json()), name) is None
-    with pytest.raises(AccelerantError, match="no form for a point at infinity"):
-        infinite.to_calldata()
-    with pytest.raises(ConfigError, match="unknown pairing"):
-        dataclasses.replace(proof, family=None).to_json()
+    assert_raises(AccelerantError, "no form for a point at infinity", infinite.to_calldata)
+    assert_raises(ConfigError, "unknown pairing", lambda: dataclasses.replace(proof, family=None).to_json())
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -627,8 +613,7 @@ def test_public_inputs_are_counted_before_they_are_read():
         ('["1",' + " " * 2000 + '"2"]', "public: a list of 2 public inputs has at most 1,536 bytes, got 2,009"),
     ):
         for text in (rows, rows.encode()):
-            with pytest.raises(FormatError, match=match):
-                Proof.from_json(proof, text, n_public=2)
+            assert_raises(FormatError, match, Proof.from_json, proof, text, n_public=2)
     largest = json.dumps([str(family_of("bn254").r - 1)] * 50, indent=1)
     assert len(Proof.from_json(proof, largest, n_public=50).public) == 50
     with pytest.raises(FormatError, match="proof: a proof has at most 65,536 bytes"):
@@ -682,7 +667,6 @@ def test_files_that_are_no_paths(tmp_path):
             lambda wrong=wrong: prove(wrong, "w.wtns"),
             lambda wrong=wrong: write_wtns(wrong, "bn254", np.array([[1, 0, 0, 0]], np.uint64)),
         ):
-            with pytest.raises(UnsupportedDtype, match=r"must be given as a str or a pathlib\.Path, got"):
-                call()
+            assert_raises(UnsupportedDtype, r"must be given as a str or a pathlib\.Path, got", call)
     with pytest.raises(UnsupportedDtype, match="n_public must be an integer, got str '2'"):
         Proof.from_json(proof, "[]", n_public="2")

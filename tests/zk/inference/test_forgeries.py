@@ -25,6 +25,7 @@ from accelerant.zk.inference import (
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.proofs import InferenceProof
 from accelerant.zk.inference.verifier import COMMITMENT_HEADER, IDENTITY, PROOF_HEADER, P, shape_bits
+from refusals import assert_raises
 
 WIDTHS = [4, 4, 4, 2]
 
@@ -58,8 +59,7 @@ def changed_arrays(arrays, layer, index, by):
 def assert_refused(commitment, x, y, proof, reason=None, *, specified=True):
     """The package's verifier refuses, and says why; and so does the other one."""
     assert not verify(commitment, x, y, proof)
-    with pytest.raises(RejectedProofError, match=reason):
-        check(commitment, x, y, proof)
+    assert_raises(RejectedProofError, reason, check, commitment, x, y, proof)
     if specified:
         with pytest.raises(specification.RejectedError):
             specification.check(commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
@@ -99,18 +99,15 @@ def test_another_batch(honest):
     both, together = committed.prove(np.concatenate((x, -x)))
     assert_refused(committed.commitment, x, both[:1], together)
     assert_refused(committed.commitment, np.concatenate((-x, x)), both[::-1], together)
-    with pytest.raises(ShapeError, match=r"x must be \(batch, 4\)"):
-        check(committed.commitment, x[:, :3], y, proof)
+    assert_raises(ShapeError, r"x must be \(batch, 4\)", lambda: check(committed.commitment, x[:, :3], y, proof))
     many = np.zeros((1 << 12, 4), np.int8)
     with pytest.raises(ShapeError, match="x has 4096 inputs: the batch is too large for this network: divide it"):
         committed.prove(many)
     assert_refused(committed.commitment, many, np.zeros((1 << 12, 2), np.int8), proof, "the batch is too large")
-    with pytest.raises(UnsupportedDtype, match="the proof must be bytes, got int"):
-        check(committed.commitment, x, y, 10**10)
+    assert_raises(UnsupportedDtype, "the proof must be bytes, got int", check, committed.commitment, x, y, 10**10)
     with pytest.raises(ShapeError, match="x and y must have one batch size, got 1 and 2"):
         check(committed.commitment, x, np.repeat(y, 2, 0), proof)
-    with pytest.raises(ShapeError, match=r"y must be \(batch, 2\)"):
-        check(committed.commitment, x, y[:, :1], proof)
+    assert_raises(ShapeError, r"y must be \(batch, 2\)", lambda: check(committed.commitment, x, y[:, :1], proof))
 
 
 def other_networks(network):
@@ -175,8 +172,7 @@ def test_every_byte(honest, what, rng, monkeypatch):
             part = whole[begin : channel.at]
             for at in range(len(part)):
                 channel.proof, channel.at = changed(part, at), 0
-                with pytest.raises(RejectedProofError, match="Merkle tree"):
-                    true(self, channel, *arguments)
+                assert_raises(RejectedProofError, "Merkle tree", true, self, channel, *arguments)
             channel.proof, channel.at = whole, begin + len(part)
             tried.append(len(part))
             return result
@@ -215,11 +211,9 @@ def test_no_byte_of_a_commitment_can_be_changed(honest, rng, record_property):
     for i, at in enumerate(flips := [*head, *sorted(rng.sample(range(len(data)), 40)), len(data) - 1]):
         changed = bytearray(data)
         changed[at] ^= 1 << rng.randrange(8)
-        with pytest.raises(FormatError, match="model commitment"):
-            ModelCommitment(bytes(changed))
+        assert_raises(FormatError, "model commitment", ModelCommitment, bytes(changed))
         if i % 6 == 0:
-            with pytest.raises(specification.RejectedError):
-                specification.check_commitment(bytes(changed))
+            assert_raises(specification.RejectedError, None, specification.check_commitment, bytes(changed))
     record_property("examples", len(flips))
 
 
@@ -239,10 +233,8 @@ def test_lengths_that_lie(honest):
         "is cut off": data[: at + 20],
     }
     for message, lie in announced.items():
-        with pytest.raises(FormatError, match=message):
-            ModelCommitment(lie)
-        with pytest.raises(specification.RejectedError):
-            specification.check_commitment(lie)
+        assert_raises(FormatError, message, ModelCommitment, lie)
+        assert_raises(specification.RejectedError, None, specification.check_commitment, lie)
 
 
 def test_the_verifier_itself_checks_lengths(honest):
@@ -263,11 +255,9 @@ def test_types_that_are_no_bytes_and_no_commitment(honest):
         assert hash(ModelCommitment(copy(data))) == hash(committed.commitment)
         assert IntegerNetwork.from_bytes(copy(committed.network.to_bytes())).network == committed.network.network
     for read in (ModelCommitment, IntegerNetwork.from_bytes):
-        with pytest.raises(UnsupportedDtype, match="must be bytes, got str"):
-            read("text")
+        assert_raises(UnsupportedDtype, "must be bytes, got str", read, "text")
     for other in (data, committed.commitment.checked, committed, None):
-        with pytest.raises(UnsupportedDtype, match="must be a ModelCommitment, got"):
-            check(other, x, y, proof)
+        assert_raises(UnsupportedDtype, "must be a ModelCommitment, got", check, other, x, y, proof)
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
@@ -543,8 +533,7 @@ def test_weights_that_are_no_bytes(honest, entry, monkeypatch):
 
     monkeypatch.setattr(Prover, "_byte_table", table)
     monkeypatch.setattr(np, "bincount", lambda values, minlength: np.histogram(values, range(minlength + 1))[0])
-    with pytest.raises(FormatError, match="a lookup is not in its table"):
-        Prover(network)
+    assert_raises(FormatError, "a lookup is not in its table", Prover, network)
 
 
 @pytest.mark.parametrize("count", [0, 1])

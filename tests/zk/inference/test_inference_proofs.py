@@ -56,6 +56,7 @@ from accelerant.zk.inference import (
 from accelerant.zk.inference import extension as ext
 from accelerant.zk.inference.prover import hashed_by_kernel, sha256_source
 from accelerant.zk.inference.verifier import IDENTITY, LOG_RATE, QUERIES, P, WitnessLayout
+from refusals import assert_raises
 from requirements import require_backend
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -238,8 +239,7 @@ def test_more_memory_than_the_limit_is_refused_before_anything_is_computed(gener
         limited.prove(x)
     limited.memory_limit_bytes = None
     monkeypatch.setattr(proofs, "host_memory", lambda: {"MemAvailable": 5 << 20})
-    with pytest.raises(OutOfMemory, match="5 MiB are free"):
-        limited.prove(x)
+    assert_raises(OutOfMemory, "5 MiB are free", limited.prove, x)
 
 
 @pytest.mark.search(1)
@@ -417,8 +417,7 @@ def test_the_specification_is_short_and_shares_no_code():
 ])  # fmt: skip
 def test_layers_out_of_range_are_refused(changes, error, message):
     layer = Layer(3, 2, 1000, IDENTITY)._replace(**changes)
-    with pytest.raises(error, match=message):
-        IntegerNetwork(Network((layer,)), [np.zeros((2, 3), np.int8)], [[0, 0]])
+    assert_raises(error, message, lambda: IntegerNetwork(Network((layer,)), [np.zeros((2, 3), np.int8)], [[0, 0]]))
 
 
 def test_what_no_proof_can_have_is_refused_before_the_commitment():
@@ -484,15 +483,12 @@ def test_arrays_out_of_range_are_refused(generator):
     with pytest.raises(ConfigError, match="scales must be positive"):
         IntegerNetwork(Network((layer,), input_scale=float("nan")), [weight], [[0, 0]])
     prover = Prover(IntegerNetwork(Network((layer,)), [weight], [[0, 0]]))
-    with pytest.raises(UnsupportedDtype, match="x must be int8, got float32"):
-        prover.prove(np.zeros((1, 3), np.float32))
+    assert_raises(UnsupportedDtype, "x must be int8, got float32", prover.prove, np.zeros((1, 3), np.float32))
     with pytest.raises(UnsupportedDtype, match="x is a masked array"):
         prover.prove(np.ma.masked_array(np.zeros((1, 3), np.int8), [[True, False, False]]))
     for shape in ((3,), (1, 4), (0, 3)):
-        with pytest.raises(ShapeError, match=r"x must be \(batch, 3\)"):
-            prover.prove(np.zeros(shape, np.int8))
-    with pytest.raises(UnsupportedDtype, match="expected an IntegerNetwork"):
-        commit("a model")
+        assert_raises(ShapeError, r"x must be \(batch, 3\)", prover.prove, np.zeros(shape, np.int8))
+    assert_raises(UnsupportedDtype, "expected an IntegerNetwork", commit, "a model")
     x = np.zeros((1, 3), np.int8)
     y, proof = prover.prove(x)
     with pytest.raises(UnsupportedDtype, match="must be a ModelCommitment, got bytes"):
@@ -502,10 +498,8 @@ def test_arrays_out_of_range_are_refused(generator):
 @pytest.mark.parametrize("cut", [0, 10, 40, 60, 300, -1])
 def test_malformed_networks_are_refused(generator, cut):
     data = random_network(generator, [3, 2]).to_bytes()
-    with pytest.raises(FormatError, match="integer network"):
-        IntegerNetwork.from_bytes(data[:cut])
-    with pytest.raises(FormatError, match="1 bytes follow"):
-        IntegerNetwork.from_bytes(data + b"x")
+    assert_raises(FormatError, "integer network", lambda: IntegerNetwork.from_bytes(data[:cut]))
+    assert_raises(FormatError, "1 bytes follow", lambda: IntegerNetwork.from_bytes(data + b"x"))
 
 
 # --- docs/formats.md -------------------------------------------------------------------------------------------------

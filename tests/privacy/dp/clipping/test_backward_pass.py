@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops._per_example import announce, sink_of
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from refusals import assert_raises
 
 modes = pytest.mark.parametrize("norms", MODES)
 
@@ -346,8 +347,7 @@ def test_the_bound_may_change_between_passes():
 ])  # fmt: skip
 def test_settings_without_meaning(options, match):
     model = small()
-    with pytest.raises(ConfigError, match=match):
-        PerExampleClipper(model, **{"max_grad_norm": 1.0, **options})
+    assert_raises(ConfigError, match, PerExampleClipper, model, **{"max_grad_norm": 1.0, **options})
     assert all(sink_of(each) is None for each in model.parameters())
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -384,8 +384,7 @@ def gradient_after(model, x):
 def test_one_clipper_at_a_time():
     model = small()
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(ConfigError, match="clipped already"):
-        PerExampleClipper(model, max_grad_norm=1.0)
+    assert_raises(ConfigError, "clipped already", PerExampleClipper, model, max_grad_norm=1.0)
 
 
 # --- passes that cannot be, and those that are not ours ---------------------------------------------------------------
@@ -446,8 +445,7 @@ def test_a_second_backward_pass_after_a_forward_pass_that_was_dropped(layer, sha
     model(x)
     loss = model(x).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(UnsupportedCase, match="call backward\\(\\) once"):
-        loss.backward()
+    assert_raises(UnsupportedCase, "call backward\\(\\) once", loss.backward)
 
 
 def test_a_second_pass_is_refused_to_functions_that_do_not_look():
@@ -472,16 +470,14 @@ def test_a_second_pass_is_refused_to_functions_that_do_not_look():
     first.backward(retain_graph=True)
     second.backward(retain_graph=True)
     assert clipper.norms is not None
-    with pytest.raises(UnsupportedCase, match="call backward\\(\\) once"):
-        first.backward()
+    assert_raises(UnsupportedCase, "call backward\\(\\) once", first.backward)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 def test_a_pass_to_be_differentiated_is_refused():
     model, x = small(), batch()
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match="create_graph"):
-        loss_of(model, x).backward(create_graph=True)
+    assert_raises(UnsupportedCase, "create_graph", lambda: loss_of(model, x).backward(create_graph=True))
 
 
 def test_reentrant_checkpointing_is_refused():
@@ -489,8 +485,7 @@ def test_reentrant_checkpointing_is_refused():
     PerExampleClipper(model, max_grad_norm=1.0)
     x = torch.randn(2, 3, requires_grad=True)
     y = checkpoint(model, x, use_reentrant=True)
-    with pytest.raises(UnsupportedCase, match="use_reentrant=False"):
-        y.sum().backward()
+    assert_raises(UnsupportedCase, "use_reentrant=False", lambda: y.sum().backward())
 
 
 def test_a_parameter_used_past_its_layer_is_refused_in_the_pass():
@@ -504,8 +499,7 @@ def test_a_parameter_used_past_its_layer_is_refused_in_the_pass():
 
     model = Untold()
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match=r"table\.weight is used outside"):
-        model(batch()).sum().backward()
+    assert_raises(UnsupportedCase, r"table\.weight is used outside", lambda: model(batch()).sum().backward())
     assert model.table.weight.grad is None
 
 
@@ -533,8 +527,7 @@ def test_after_an_error_the_next_pass_is_whole():
     clipper = PerExampleClipper(model, max_grad_norm=1.0)
     y = loss_of(model, x)
     clipper.mask = torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ShapeError, match=r"mask must be \(5,\)"):
-        y.backward()
+    assert_raises(ShapeError, r"mask must be \(5,\)", y.backward)
     clipper.mask = None
     loss_of(model, x).backward()
     clipper.detach()
@@ -578,8 +571,7 @@ def replaced(layer):
 ])  # fmt: skip
 def test_layers_that_cannot_be_exact_are_refused_by_name(layer, match):
     model = Chain(layer())
-    with pytest.raises(UnsupportedCase, match=f"(?s){match}"):
-        PerExampleClipper(model, max_grad_norm=1.0)
+    assert_raises(UnsupportedCase, f"(?s){match}", PerExampleClipper, model, max_grad_norm=1.0)
 
 
 def test_every_refusal_is_in_one_message():
@@ -640,8 +632,7 @@ def test_examples_must_come_first():
 
     model = Turned()
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(ShapeError, match="the batch of 4 examples"):
-        model(torch.randn(4, 5, 3))
+    assert_raises(ShapeError, "the batch of 4 examples", model, torch.randn(4, 5, 3))
 
 
 def test_a_part_of_the_model_called_after_the_whole():
@@ -662,8 +653,7 @@ def test_a_part_of_the_model_called_after_the_whole():
 def test_a_forward_pass_that_fails_is_over():
     model = Chain(nn.Linear(3, 4), nn.Linear(5, 2))
     clipper = PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(RuntimeError):
-        model(torch.randn(4, 5, 3))
+    assert_raises(RuntimeError, None, model, torch.randn(4, 5, 3))
     assert clipper.batch is None
 
 
@@ -681,8 +671,7 @@ def test_a_layer_put_in_later_is_not_left_unclipped():
     model, x = small(), batch()
     PerExampleClipper(model, max_grad_norm=1.0)
     model.layers[3] = nn.Linear(6, 2).double()
-    with pytest.raises(UnsupportedCase, match=r"layers\.3\.weight takes gradients"):
-        loss_of(model, x).backward()
+    assert_raises(UnsupportedCase, r"layers\.3\.weight takes gradients", lambda: loss_of(model, x).backward())
 
 
 @modes
@@ -714,13 +703,11 @@ def test_announcing_checks_where_the_examples_are():
     PerExampleClipper(model, max_grad_norm=1.0)
     model(torch.randn(4, 5, 3), False)
     assert model.seen == 4
-    with pytest.raises(ShapeError, match=r"got \(5, 4, 3\).*batch of 4 examples"):
-        model(torch.randn(4, 5, 3), True)
+    assert_raises(ShapeError, r"got \(5, 4, 3\).*batch of 4 examples", model, torch.randn(4, 5, 3), True)
 
 
 def test_packed_sequences_are_refused():
     layer = nn.LSTM(3, 4, batch_first=True)
     PerExampleClipper(layer, max_grad_norm=1.0)
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 4, 3), torch.tensor([4, 2]), batch_first=True)
-    with pytest.raises(UnsupportedCase, match="PackedSequence: packed sequences are not covered"):
-        layer(packed)
+    assert_raises(UnsupportedCase, "PackedSequence: packed sequences are not covered", layer, packed)

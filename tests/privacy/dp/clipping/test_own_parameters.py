@@ -17,6 +17,7 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy import dp
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from refusals import assert_raises
 
 
 def module(forward, layers=None, **parameters):
@@ -347,8 +348,7 @@ def test_what_is_not_of_each_example_by_itself_is_refused_by_name(forward, match
     model = module(forward, scale=(4,))
     model.register_buffer("mean", torch.zeros(4), persistent=False)
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match=f"(?s){match}"):
-        model(torch.randn(5, 3, 4))
+    assert_raises(UnsupportedCase, f"(?s){match}", model, torch.randn(5, 3, 4))
     assert torch.equal(model.mean, torch.zeros(4))
 
 
@@ -357,8 +357,7 @@ def test_other_refusals():
         PerExampleClipper(nn.ParameterList([torch.zeros(3)]), max_grad_norm=1.0)
     model = Chain(nn.RNN(4, 3, batch_first=True))
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match=r"RNN has parameters of its own.*register a LayerRule"):
-        model(torch.randn(5, 2, 4))
+    assert_raises(UnsupportedCase, r"RNN has parameters of its own.*register a LayerRule", model, torch.randn(5, 2, 4))
     model = Positions(lambda h, places, B, T: USES["one row, repeated"](h, places, B, T) if h.sum().item() else h)
     PerExampleClipper(model, max_grad_norm=1.0)
     with pytest.raises(UnsupportedCase, match=r"then the model raised: The size of tensor.*item\(\)"):
@@ -407,8 +406,7 @@ def test_a_number_that_all_examples_share_is_no_result_of_a_model():
     """A loss may use it for several examples, whose gradients would be shared out among all."""
     model = module(lambda m, x: (m.a(x), m.t.exp()), {"a": nn.Linear(4, 3)}, t=())
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match="returns a number that all examples share"):
-        model(torch.randn(5, 4))
+    assert_raises(UnsupportedCase, "returns a number that all examples share", model, torch.randn(5, 4))
 
 
 def test_a_loss_that_a_model_returns():
@@ -421,8 +419,7 @@ def test_a_loss_that_a_model_returns():
     check(model, [torch.randn(5, 4)], lambda m, x: m(x), reduction="sum")
     model = module(lambda m, x: (m.a(x) * m.t).sum() / (x > 0).sum(), {"a": nn.Linear(4, 3)}, t=())  # over all entries
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match="is not that of each by itself"):
-        model(torch.randn(5, 4))
+    assert_raises(UnsupportedCase, "is not that of each by itself", model, torch.randn(5, 4))
 
 
 def test_a_number_that_a_layer_computes_from_the_batch():
@@ -430,8 +427,7 @@ def test_a_number_that_a_layer_computes_from_the_batch():
     t = module(lambda m, x: (x * m.t).mean(), t=())
     model = module(lambda m, x: m.a(x) * m.t(x), {"a": nn.Linear(4, 3), "t": t})
     PerExampleClipper(model, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedCase, match="is not that of each by itself"):
-        model(torch.randn(5, 2, 4))
+    assert_raises(UnsupportedCase, "is not that of each by itself", model, torch.randn(5, 2, 4))
 
     def masked(m, x):
         return m.attention(x * m.s, x, x, attn_mask=x[0] @ x[0].t())[0]
@@ -446,8 +442,7 @@ def test_after_a_refusal_nothing_is_left_over():
     """No substitute stays in the module, no region runs on, and the next pass counts once."""
     model = module(lambda m, x: (x * m.scale) if x.shape[1] == 3 else x.sum().item() * m.scale, scale=(4,)).double()
     clipper = PerExampleClipper(model, max_grad_norm=1.0, loss_reduction="sum")
-    with pytest.raises(UnsupportedCase, match="each example by itself"):
-        model(torch.randn(5, 2, 4, dtype=torch.float64))
+    assert_raises(UnsupportedCase, "each example by itself", model, torch.randn(5, 2, 4, dtype=torch.float64))
     assert type(model._parameters) is dict
     x = torch.randn(5, 3, 4, dtype=torch.float64)
     model(x).sum().backward()
@@ -461,8 +456,7 @@ def test_a_second_backward_pass():
     model(torch.randn(5, 4))
     loss = model(torch.randn(5, 4)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(UnsupportedCase, match=r"call backward\(\) once"):
-        loss.backward()
+    assert_raises(UnsupportedCase, r"call backward\(\) once", loss.backward)
 
 
 def test_a_module_in_a_checkpoint():

@@ -25,6 +25,7 @@ from accelerant.privacy.dp.ledger.accounting import (
 )
 from accelerant.privacy.dp.ledger.journal import event_record
 from accelerant.privacy.dp.noise import discrete
+from refusals import assert_raises
 
 RATE, DELTA = 256 / 60000, 1e-5
 STEP = PrivacyEvent("gaussian", 1.1, "poisson", RATE)
@@ -178,8 +179,7 @@ def test_what_is_no_poisson_draw_is_not_amplified(sampling, mechanism):
 
 
 def test_poisson_sampling_is_refused_where_records_are_replaced():
-    with pytest.raises(UnsupportedCase, match="added or removed, not replaced"):
-        epsilon(STEP, neighbouring="replace-one")
+    assert_raises(UnsupportedCase, "added or removed, not replaced", epsilon, STEP, neighbouring="replace-one")
     assert epsilon(PrivacyEvent("gaussian", 1.0), neighbouring="replace-one") == epsilon(PrivacyEvent("gaussian", 1.0))
 
 
@@ -363,8 +363,7 @@ NOISE = functools.partial(calibrate, target_epsilon=1.0, delta=1e-5, sample_rate
     (EVENT, {"delta": 1.0}, "delta of an event"),
 ])  # fmt: skip
 def test_values_without_meaning(call, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        call(**changes)
+    assert_raises(ConfigError, message, call, **changes)
 
 
 def test_without_dp_accounting(monkeypatch):
@@ -411,8 +410,7 @@ def test_a_record_has_what_is_not_the_default():
     ({"mechanism": "gaussian", "noise_multiplier": -1}, "got -1"),
 ])  # fmt: skip
 def test_other_fields_and_values_without_meaning_are_no_event(found, message):
-    with pytest.raises(FormatError, match=message):
-        PrivacyEvent.from_dict(found)
+    assert_raises(FormatError, message, PrivacyEvent.from_dict, found)
 
 
 def test_amplified():

@@ -19,6 +19,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, journal
 from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 from accelerant.privacy.dp.ledger.journal import _START, _next_chain
+from refusals import assert_raises
 
 EVENTS = st.sampled_from(
     [
@@ -282,8 +283,7 @@ def test_nothing_is_recorded_in_a_file_that_is_no_longer_the_ledger(tmp_path, ho
     else:
         path.write_bytes(b"")
     for action in (lambda: ledger.record(PrivacyEvent("gaussian", 2.0)), ledger.close):
-        with pytest.raises(ConfigError, match="was deleted, replaced or changed by another program"):
-            action()
+        assert_raises(ConfigError, "was deleted, replaced or changed by another program", action)
     assert ledger.events == (PrivacyEvent("gaussian", 2.0),)
 
 
@@ -332,8 +332,7 @@ def test_crafted_records_are_named(tmp_path):
     for crafted in (*((None, record) for record in records), *((run,) for run in CRAFTED_RUNS)):
         with pytest.raises(FormatError, match=r"privacy\.jsonl"):
             PrivacyLedger.read(craft(path, *crafted))
-        with pytest.raises(FormatError, match=r"privacy\.jsonl"):
-            PrivacyLedger(path)
+        assert_raises(FormatError, r"privacy\.jsonl", PrivacyLedger, path)
     for bad in ({"a": 5}, {"a": {}}, {"a": "abc"}, {5: []}, {"a": [5]}, *({"a": [EVENT | bad]} for bad in CRAFTED)):
         with pytest.raises(FormatError), PrivacyLedger() as ledger:
             ledger.merge(bad)
@@ -379,8 +378,7 @@ def test_a_files_budget_holds_without_being_given_again(tmp_path, ahead):
         assert spend(ledger) == 0
     found = PrivacyLedger.read(path)
     assert found.statement().budget == (0.5, DELTA, "rdp")
-    with pytest.raises(BudgetExceeded):
-        found.require(STEP)
+    assert_raises(BudgetExceeded, None, found.require, STEP)
 
 
 def test_a_budget_is_loosened_by_name_and_the_file_says_so(tmp_path):
@@ -444,10 +442,8 @@ def test_a_merge_past_the_budget_writes_nothing(tmp_path):
         mine.record(PrivacyEvent("discrete_laplace", 100.0))
         mine.record(STEP.times(30))
         size = file.path.stat().st_size
-        with pytest.raises(BudgetExceeded):
-            file.merge(mine.by_run())
-        with pytest.raises(FormatError):
-            file.merge({"a": [{"mechanism": "gaussian"}]})
+        assert_raises(BudgetExceeded, None, lambda: file.merge(mine.by_run()))
+        assert_raises(FormatError, None, file.merge, {"a": [{"mechanism": "gaussian"}]})
         assert (counts(file), file.path.stat().st_size) == ({}, size)
 
 
@@ -507,8 +503,7 @@ def test_a_strangers_description_is_refused_by_its_line(tmp_path, delta, units, 
     with PrivacyLedger(path) as ledger:
         ledger._writer._journal.append({"kind": "described", "run": 1, "delta": delta, "units": units})
     for opened in (PrivacyLedger, PrivacyLedger.read):
-        with pytest.raises(FormatError, match=f"line 3: {message}"):
-            opened(path)
+        assert_raises(FormatError, f"line 3: {message}", opened, path)
 
 
 @pytest.mark.parametrize("method", ["pld", "rdp"])
@@ -521,8 +516,7 @@ def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(tmp_path, method, even
             with PrivacyLedger(budget=Budget(epsilon=limit, delta=DELTA, method=method)) as ledger:
                 for count in counts:
                     ledger.record(event.times(count))
-                with pytest.raises(BudgetExceeded):
-                    ledger.record(event)
+                assert_raises(BudgetExceeded, None, ledger.record, event)
                 assert sum(one.count for one in ledger.events) == fit
                 assert ledger.epsilon(method=method) <= limit
 

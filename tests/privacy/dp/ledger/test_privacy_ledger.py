@@ -20,6 +20,7 @@ from accelerant.privacy.dp import ledger as ledger_module
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, accounting
 from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 from accelerant.privacy.dp.ledger.journal import LedgerJournal
+from refusals import assert_raises
 
 STEP = PrivacyEvent("gaussian", 2.0, "poisson", 0.01)
 OTHER = PrivacyEvent("laplace", 10.0)
@@ -138,8 +139,7 @@ def test_the_step_that_would_pass_the_budget_is_refused_before_anything_is_writt
             ledger.record(CHEAP)
         before = path.read_bytes()
         for refused in (ledger.require, ledger.record):
-            with pytest.raises(BudgetExceeded, match=r"budget is epsilon 0.5 at delta 1e-05.*Nothing was done"):
-                refused(CHEAP)
+            assert_raises(BudgetExceeded, r"budget is epsilon 0.5 at delta 1e-05.*Nothing was done", refused, CHEAP)
         assert path.read_bytes() == before
         assert ledger.epsilon(1e-5, method) <= 0.5
         assert ledger.events == (CHEAP.times(fits),)
@@ -151,8 +151,7 @@ def test_a_budget_over_two_kinds_that_alternate():
     budget = Budget(epsilon=0.5, delta=1e-5, method="rdp")
     ledger = PrivacyLedger(budget=budget)
     kinds = (PrivacyEvent("laplace", 60.0), CHEAP, CHEAP)
-    with pytest.raises(BudgetExceeded):
-        collections.deque(map(ledger.record, itertools.cycle(kinds)), maxlen=0)
+    assert_raises(BudgetExceeded, None, lambda: collections.deque(map(ledger.record, itertools.cycle(kinds)), maxlen=0))
     assert ledger.epsilon(1e-5, "rdp") <= 0.5
     done = ledger.events
     assert (
@@ -186,8 +185,7 @@ def test_no_noise_passes_every_budget():
 
 @pytest.mark.parametrize("values", [(0.0, 1e-5), (math.inf, 1e-5), (1.0, 0.0), (1.0, 1e-5, "clt")])
 def test_budgets_without_meaning(values):
-    with pytest.raises(ConfigError):
-        Budget(**dict(zip(("epsilon", "delta", "method"), values, strict=False)))
+    assert_raises(ConfigError, None, lambda: Budget(**dict(zip(("epsilon", "delta", "method"), values, strict=False))))
 
 
 # --- what does not add up --------------------------------------------------------------------------------------------
@@ -199,8 +197,7 @@ def test_other_units_relations_and_data_sets_are_refused(path):
         ({"unit": "patient", "neighbouring": "replace-one"}, "is of neighbouring 'add-or-remove-one'"),
         ({"unit": "patient", "dataset": "b"}, "is of the data set 'a', not 'b'.*any_dataset=True"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            PrivacyLedger(path, **options)
+        assert_raises(ConfigError, message, PrivacyLedger, path, **options)
     assert path.read_bytes() == before
     with PrivacyLedger(path, unit="patient", dataset="b", any_dataset=True) as ledger:
         ledger.record(STEP)
@@ -251,8 +248,7 @@ def test_a_worker_that_outlives_the_writer_does_not_hold_the_lock(path):
         os.close(writer)
         os.read(reader, 1)  # until the parent is done
         os._exit(0)
-    with pytest.raises(ConfigError, match="is open in another process"):
-        PrivacyLedger(path)
+    assert_raises(ConfigError, "is open in another process", PrivacyLedger, path)
     ledger.close()
     PrivacyLedger(path).close()
     os.close(writer)
@@ -264,29 +260,21 @@ def test_closed_read_and_copied_ledgers_record_nothing(path):
     ledger = PrivacyLedger(path)
     ledger.record(STEP)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(ConfigError, match="neither copied nor pickled"):
-            copied(ledger)
+        assert_raises(ConfigError, "neither copied nor pickled", copied, ledger)
     ledger.close()
     ledger.close()
-    with pytest.raises(ConfigError, match="is closed"):
-        ledger.record(STEP)
+    assert_raises(ConfigError, "is closed", ledger.record, STEP)
     assert counts(ledger) == {STEP: 1}
-    with pytest.raises(ConfigError, match=r"opened by PrivacyLedger.read"):
-        PrivacyLedger.read(path).record(STEP)
+    assert_raises(ConfigError, r"opened by PrivacyLedger.read", lambda: PrivacyLedger.read(path).record(STEP))
 
 
 def test_wrong_usage(tmp_path):
     for unit in ("", 3):
-        with pytest.raises(ConfigError, match=rf"unit must name .* got {unit!r}"):
-            PrivacyLedger(unit=unit)
-    with pytest.raises(ConfigError, match=r"budget must be a Budget, .* got 3"):
-        PrivacyLedger(budget=3)
-    with pytest.raises(ConfigError, match="got 'like'"):
-        PrivacyLedger(neighbouring="like")
-    with pytest.raises(ConfigError, match="cannot write to the ledger"):
-        PrivacyLedger(tmp_path / "nowhere" / "privacy.jsonl")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        PrivacyLedger.read(tmp_path / "nothing")
+        assert_raises(ConfigError, rf"unit must name .* got {unit!r}", PrivacyLedger, unit=unit)
+    assert_raises(ConfigError, r"budget must be a Budget, .* got 3", PrivacyLedger, budget=3)
+    assert_raises(ConfigError, "got 'like'", PrivacyLedger, neighbouring="like")
+    assert_raises(ConfigError, "cannot write to the ledger", PrivacyLedger, tmp_path / "nowhere" / "privacy.jsonl")
+    assert_raises(ConfigError, "cannot be read", PrivacyLedger.read, tmp_path / "nothing")
 
 
 def test_others_may_read_and_not_write(path):
@@ -313,8 +301,7 @@ def test_every_changed_byte_is_noticed(written):
     for place in range(0, len(data), 37):
         changed = bytes([data[place] ^ 1])
         written.write_bytes(data[:place] + changed + data[place + 1 :])
-        with pytest.raises(FormatError, match=r"privacy.jsonl, line \d+"):
-            PrivacyLedger.read(written)
+        assert_raises(FormatError, r"privacy.jsonl, line \d+", PrivacyLedger.read, written)
 
 
 def test_every_missing_or_doubled_or_moved_line_is_noticed(written):
@@ -328,8 +315,7 @@ def test_every_missing_or_doubled_or_moved_line_is_noticed(written):
             if changed == lines:
                 continue
             written.write_bytes(b"".join(changed))
-            with pytest.raises(FormatError, match=r"privacy.jsonl, line \d+"):
-                PrivacyLedger.read(written)
+            assert_raises(FormatError, r"privacy.jsonl, line \d+", PrivacyLedger.read, written)
 
 
 def test_a_cut_end_is_noticed(written):
@@ -349,8 +335,7 @@ def test_the_head_of_another_ledger(written, tmp_path):
     other = tmp_path / "other.jsonl"
     PrivacyLedger(other, unit="user").close()
     (written.parent / "privacy.jsonl.head").write_bytes((tmp_path / "other.jsonl.head").read_bytes())
-    with pytest.raises(FormatError, match=r"privacy.jsonl.head belongs to another ledger"):
-        PrivacyLedger.read(written)
+    assert_raises(FormatError, r"privacy.jsonl.head belongs to another ledger", PrivacyLedger.read, written)
 
 
 @pytest.mark.parametrize(("record", "message"), [
@@ -363,8 +348,7 @@ def test_records_without_meaning(written, record, message):
     journal = LedgerJournal(written)
     journal.append(record)
     journal.close()
-    with pytest.raises(FormatError, match=rf"line {len(lines_of(written))}: .*{message}"):
-        PrivacyLedger.read(written)
+    assert_raises(FormatError, rf"line {len(lines_of(written))}: .*{message}", PrivacyLedger.read, written)
 
 
 @pytest.mark.parametrize(("records", "message"), [
@@ -376,8 +360,7 @@ def test_first_records_without_meaning(path, records, message):
     for record in records:
         journal.append(record)
     journal.close()
-    with pytest.raises(FormatError, match=message):
-        PrivacyLedger.read(path)
+    assert_raises(FormatError, message, PrivacyLedger.read, path)
 
 
 def test_more_used_than_reserved_is_no_ledger(path):
@@ -385,8 +368,7 @@ def test_more_used_than_reserved_is_no_ledger(path):
     ledger.record(STEP)
     ledger._writer.used[STEP] += 5
     ledger.close()
-    with pytest.raises(FormatError, match="more was used than was reserved"):
-        PrivacyLedger.read(path)
+    assert_raises(FormatError, "more was used than was reserved", PrivacyLedger.read, path)
 
 
 @pytest.mark.parametrize(
@@ -394,24 +376,21 @@ def test_more_used_than_reserved_is_no_ledger(path):
 )
 def test_other_files_are_no_ledger(path, text):
     path.write_bytes(text)
-    with pytest.raises(FormatError, match="privacy ledger"):
-        PrivacyLedger.read(path)
+    assert_raises(FormatError, "privacy ledger", PrivacyLedger.read, path)
 
 
 @pytest.mark.parametrize("text", [b'{"summary": "of a run, in one line"}', b"\x89PNG", b'{"record":{"sort":1}'])
 def test_a_file_of_one_line_without_an_end_is_not_taken_for_a_torn_ledger(path, text):
     path.write_bytes(text)
     for use in (PrivacyLedger, PrivacyLedger.read):
-        with pytest.raises(FormatError, match="line 1: no record of a privacy ledger"):
-            use(path)
+        assert_raises(FormatError, "line 1: no record of a privacy ledger", use, path)
     assert path.read_bytes() == text
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"rec', b'{"record":{"kind":"ledger","vers', b"\0\0\0", b'{"record":\0\0'])
 def test_a_first_line_that_a_crash_cut_short_begins_a_ledger(path, torn):
     path.write_bytes(torn)
-    with pytest.raises(FormatError, match="not one whole record"):
-        PrivacyLedger.read(path)
+    assert_raises(FormatError, "not one whole record", PrivacyLedger.read, path)
     with PrivacyLedger(path) as ledger:
         ledger.record(STEP)
     assert counts(PrivacyLedger.read(path)) == {STEP: 1}
@@ -450,8 +429,7 @@ def test_a_full_disk_refuses_the_event(path, monkeypatch):
         return write(file, data[: len(data) // 2])
 
     monkeypatch.setattr("accelerant.privacy.dp.ledger.journal.os.write", half)
-    with pytest.raises(OSError, match="No space left"):
-        ledger.record(STEP)
+    assert_raises(OSError, "No space left", ledger.record, STEP)
     monkeypatch.undo()
     assert path.read_bytes() == before
     assert counts(ledger) == {STEP: 1}

@@ -9,6 +9,7 @@ import pytest
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, _meaning
 from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
+from refusals import assert_raises
 
 STEP = PrivacyEvent(
     "discrete_gaussian",
@@ -75,11 +76,9 @@ def test_without_a_delta_the_last_chosen_one_is_stated_and_all_are_listed(tmp_pa
 def test_what_cannot_be_described_leaves_the_ledger_as_it_was(tmp_path, given):
     with PrivacyLedger(tmp_path / "privacy.jsonl") as ledger:
         before = ledger.path.read_bytes()
-        with pytest.raises(ConfigError, match=next(reversed(given))):
-            ledger.describe(**given)
+        assert_raises(ConfigError, next(reversed(given)), ledger.describe, **given)
         assert (ledger.path.read_bytes(), ledger.delta, ledger.units) == (before, None, 0)
-    with pytest.raises(ConfigError, match="is closed"):
-        ledger.describe(delta=1e-5)
+    assert_raises(ConfigError, "is closed", ledger.describe, delta=1e-5)
 
 
 @pytest.mark.parametrize(("epsilon", "right"), [(0.0, "50.1"), (3.0, "95.3"), (8.0, "99.967"), (15.0, "99.99997")])
@@ -211,5 +210,4 @@ def test_markdown_is_not_broken_by_names(tmp_path):
 
 
 def test_delta_without_meaning():
-    with pytest.raises(ConfigError, match="delta must be in"):
-        PrivacyLedger().statement(2.0)
+    assert_raises(ConfigError, "delta must be in", lambda: PrivacyLedger().statement(2.0))

@@ -35,6 +35,7 @@ from accelerant.privacy.dp.noise.discrete import (
     table_distance,
     thresholds,
 )
+from refusals import assert_raises
 
 SIGMAS = [0.1, 3.0, 46.4, 46.5, 93.0, 1300.0, 1400.0, 4e4, 5e4, 2.0**20, 1.2e6, 1e7, WIDEST]
 
@@ -73,8 +74,7 @@ def test_the_gpt_at_multiplier_one_takes_four_terms():
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, WIDEST * 1.01])
 def test_widths_out_of_range_are_refused(sigma):
-    with pytest.raises(ConfigError, match="grid steps wide"):
-        convolution_of(Fraction(sigma))
+    assert_raises(ConfigError, "grid steps wide", lambda: convolution_of(Fraction(sigma)))
 
 
 def discrete_gaussian(variance, reach):
@@ -198,10 +198,8 @@ def test_laplace_charges_are_l1s():
     (1.0, 2.0**-130, "2\\^-120 to 2\\^120"),
 ])  # fmt: skip
 def test_numbers_without_meaning_are_refused(std, grid, message):
-    with pytest.raises(ConfigError, match=message):
-        charge(std, grid=grid, dimensions=10)
-    with pytest.raises(ConfigError, match="dimensions must be at least 1"):
-        choose_grid(1.0, sensitivity=1.0, dimensions=0)
+    assert_raises(ConfigError, message, charge, std, grid=grid, dimensions=10)
+    assert_raises(ConfigError, "dimensions must be at least 1", choose_grid, 1.0, sensitivity=1.0, dimensions=0)
 
 
 # --- the base sampler's tables, every entry with integers, and distances against mpmath -------------------------------

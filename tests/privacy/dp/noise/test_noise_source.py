@@ -20,6 +20,7 @@ from accelerant.privacy.dp.noise import RANGE, FastSource, SecureSource, add_ste
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, convolution_of, groups_of
 from accelerant.privacy.random import SecureStream, chacha20_words, key_words
 from accelerant.runtime.ledger import ledger
+from refusals import assert_raises
 
 KEY = bytes(range(32))
 GRID = 2.0**-20
@@ -132,20 +133,17 @@ def test_what_is_out_of_range_saturates_and_nothing_wraps():
 ])  # fmt: skip
 def test_what_has_no_meaning_is_refused_before_anything_is_changed(arguments, message):
     x = torch.ones(5)
-    with pytest.raises(ConfigError, match=message):
-        secure().add_gaussian_([x], **arguments)
+    assert_raises(ConfigError, message, lambda: secure().add_gaussian_([x], **arguments))
     assert (x == 1).all()
 
 
 @pytest.mark.parametrize("source", [secure(), FastSource(3)])
 def test_other_dtypes_and_devices_are_refused_before_anything_is_changed(source):
     x = torch.ones(5)
-    with pytest.raises(UnsupportedDtype, match="int32"):
-        source.add_gaussian_([x, torch.ones(2, dtype=torch.int32)], 1.0, grid=0.5)
+    assert_raises(UnsupportedDtype, "int32", source.add_gaussian_, [x, torch.ones(2, dtype=torch.int32)], 1.0, grid=0.5)
     with pytest.raises(ConfigError, match="cpu and cuda, not on meta"):
         source.add_gaussian_([x, torch.ones(2, device="meta")], 1.0, grid=0.5)
-    with pytest.raises(ConfigError, match="take a coarser grid"):
-        secure().add_laplace_([x], 1.0, grid=2.0**-30)
+    assert_raises(ConfigError, "take a coarser grid", lambda: secure().add_laplace_([x], 1.0, grid=2.0**-30))
     assert (x == 1).all()
 
 
@@ -331,8 +329,7 @@ def test_torchs_default_dtype_changes_no_noise(default):
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_seeds_out_of_range_are_refused(seed):
-    with pytest.raises(ConfigError, match="seed must be in"):
-        FastSource(seed)
+    assert_raises(ConfigError, "seed must be in", FastSource, seed)
 
 
 # --- a GPU -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from accelerant.privacy.dp.sampling import (
     sampling_of,
 )
 from accelerant.privacy.random import SecureStream
+from refusals import assert_raises
 
 
 def draws(sampler):
@@ -336,8 +337,7 @@ def test_a_shuffled_loader_is_refused_under_poisson_accounting():
     ((10, 1.1), "got 1.1"), ((10, 1e-20), "nothing would ever be drawn"),
 ])  # fmt: skip
 def test_samplers_without_meaning(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        PoissonSampler(*arguments)
+    assert_raises(ConfigError, message, PoissonSampler, *arguments)
 
 
 @pytest.mark.parametrize(("data", "message"), [
@@ -347,25 +347,19 @@ def test_samplers_without_meaning(arguments, message):
     (torch.ones(20, device="meta"), "data is a meta tensor"),
 ])  # fmt: skip
 def test_arrays_without_plain_numbers_are_refused(data, message):
-    with pytest.raises((UnsupportedCase, UnsupportedDtype), match=message):
-        PoissonBatches(data, PoissonSampler(20, 0.5))
+    assert_raises((UnsupportedCase, UnsupportedDtype), message, lambda: PoissonBatches(data, PoissonSampler(20, 0.5)))
 
 
 def test_other_wrong_usage():
-    with pytest.raises(ConfigError, match="steps must be a whole number"):
-        PoissonSampler(10, 0.5, steps=-1)
-    with pytest.raises(ConfigError, match="records must be a whole number"):
-        GroupedSampler(X, 0.5, records=0)
-    with pytest.raises(ShapeError, match=r"groups must be \(N,\) integers"):
-        GroupedSampler(X.float(), 0.5)
+    assert_raises(ConfigError, "steps must be a whole number", PoissonSampler, 10, 0.5, steps=-1)
+    assert_raises(ConfigError, "records must be a whole number", GroupedSampler, X, 0.5, records=0)
+    assert_raises(ShapeError, r"groups must be \(N,\) integers", lambda: GroupedSampler(X.float(), 0.5))
     with pytest.raises(ConfigError, match="microbatch must be a whole number"):
         PoissonBatches(X, PoissonSampler(20, 0.5), microbatch=0)
     with pytest.raises(ConfigError, match="draws from 21 rows, the data have 20"):
         PoissonBatches(X, PoissonSampler(21, 0.5))
-    with pytest.raises(ShapeError, match="lengths 20, 19"):
-        PoissonBatches((X, X[1:]), PoissonSampler(20, 0.5))
-    with pytest.raises(UnsupportedCase, match="got str"):
-        PoissonBatches((X, "text"), PoissonSampler(20, 0.5))
+    assert_raises(ShapeError, "lengths 20, 19", lambda: PoissonBatches((X, X[1:]), PoissonSampler(20, 0.5)))
+    assert_raises(UnsupportedCase, "got str", lambda: PoissonBatches((X, "text"), PoissonSampler(20, 0.5)))
     with pytest.raises(UnsupportedCase, match="a stream of records cannot be sampled"):
         PoissonBatches(iter([]), PoissonSampler(20, 0.5))
 
@@ -409,10 +403,8 @@ def test_processes_share_the_units_among_them(size):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_more_processes_than_units_are_refused_in_each(rank):
     users = Units.of([5, 5, 6, 6])
-    with pytest.raises(ConfigError, match="3 processes have 2 units among them"):
-        users.sampler(4, 0.5, 1, rank=rank, size=3)
-    with pytest.raises(ConfigError, match="3 processes have 2 units"):
-        Units().sampler(2, 0.5, 1, rank=rank, size=3)
+    assert_raises(ConfigError, "3 processes have 2 units among them", users.sampler, 4, 0.5, 1, rank=rank, size=3)
+    assert_raises(ConfigError, "3 processes have 2 units", lambda: Units().sampler(2, 0.5, 1, rank=rank, size=3))
 
 
 def test_groups_are_the_same_whatever_they_are_called():

@@ -12,6 +12,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, Unsupport
 from accelerant.privacy import dp
 from accelerant.privacy.dp.noise import SecureSource
 from accelerant.privacy.dp.noise.mechanisms import NoisySum
+from refusals import assert_raises
 
 
 def make(**changes):
@@ -99,8 +100,7 @@ def test_gradients_that_are_not_finite_count_as_nothing():
 def test_events_and_the_budget():
     ledger = dp.PrivacyLedger(budget=dp.Budget(epsilon=1.5, delta=1e-5, method="rdp"))
     privatizer = make(noise_multiplier=4.0, sampling="poisson", sample_rate=0.5, ledger=ledger)
-    with pytest.raises(BudgetExceeded):
-        [privatizer(gradients()) for _ in range(200)]
+    assert_raises(BudgetExceeded, None, lambda: [privatizer(gradients()) for _ in range(200)])
     (event,) = ledger.events
     assert (event.noise_multiplier, event.sampling, event.sample_rate) == (4.0, "poisson", 0.5)
     assert ledger.epsilon(1e-5) <= 1.5
@@ -127,16 +127,11 @@ def test_noise_that_rounds_to_none_is_refused():
 
 
 def test_tensors_are_checked():
-    with pytest.raises(ShapeError, match="as many in each"):
-        make()({"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)})
-    with pytest.raises(ShapeError, match="examples"):
-        make()(torch.zeros(()))
-    with pytest.raises(UnsupportedDtype, match="int64"):
-        make()(torch.zeros(2, 2, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="max_grad_norm names"):
-        make(max_grad_norm={"a": 1.0})({"b": torch.zeros(2, 2)})
-    with pytest.raises(ConfigError, match="name no tensor"):
-        make()({})
+    assert_raises(ShapeError, "as many in each", lambda: make()({"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}))
+    assert_raises(ShapeError, "examples", lambda: make()(torch.zeros(())))
+    assert_raises(UnsupportedDtype, "int64", lambda: make()(torch.zeros(2, 2, dtype=torch.int64)))
+    assert_raises(ConfigError, "max_grad_norm names", lambda: make(max_grad_norm={"a": 1.0})({"b": torch.zeros(2, 2)}))
+    assert_raises(ConfigError, "name no tensor", lambda: make()({}))
 
 
 @pytest.mark.parametrize(("gradients", "message"), [
@@ -149,8 +144,7 @@ def test_tensors_are_checked():
 def test_gradients_are_tensors_or_arrays(gradients, message):
     privatizer = dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3)
     for call in (privatizer, lambda given: privatizer.release_sum(given, sensitivity=1.0)):
-        with pytest.raises(UnsupportedDtype, match=message):
-            call(gradients)
+        assert_raises(UnsupportedDtype, message, call, gradients)
     assert not privatizer.ledger.events
 
 
@@ -190,8 +184,7 @@ def test_the_planned_steps_end_at_the_target(tmp_path, rate):
     assert 1.99 < privatizer.epsilon() <= 2.0
     assert privatizer.epsilon() == privatizer.ledger.epsilon(1e-5)
     for call in (lambda: privatizer.step(gradients()), lambda: privatizer.release_sum(np.ones(3), sensitivity=1.0)):
-        with pytest.raises(BudgetExceeded, match=r"all 5 planned steps were made: epsilon .* at delta 1e-05"):
-            call()
+        assert_raises(BudgetExceeded, r"all 5 planned steps were made: epsilon .* at delta 1e-05", call)
     events = privatizer.ledger.events
     assert (privatizer.made, sum(event.count for event in events)) == (5, 5)
     assert {(event.mechanism, event.sampling, event.sample_rate, event.noise_multiplier) for event in events} == {
@@ -201,8 +194,7 @@ def test_the_planned_steps_end_at_the_target(tmp_path, rate):
     privatizer.ledger.close()
     with dp.PrivacyLedger(tmp_path / "spent.jsonl") as ledger:
         assert sum(event.count for event in ledger.events) == 5
-        with pytest.raises(BudgetExceeded, match="already: 5 more steps cannot end at 1"):
-            planned(epsilon=1.0, ledger=ledger)
+        assert_raises(BudgetExceeded, "already: 5 more steps cannot end at 1", planned, epsilon=1.0, ledger=ledger)
 
 
 def test_others_that_spend_the_ledgers_budget_end_it_sooner():
@@ -210,8 +202,7 @@ def test_others_that_spend_the_ledgers_budget_end_it_sooner():
     privatizer = planned(ledger=ledger)
     privatizer.step(gradients())
     ledger.record(dp.PrivacyEvent("gaussian", 1.0))
-    with pytest.raises(BudgetExceeded, match="the budget is epsilon 2"):
-        privatizer.step(gradients())
+    assert_raises(BudgetExceeded, "the budget is epsilon 2", lambda: privatizer.step(gradients()))
     assert privatizer.made == 1
 
 
@@ -268,8 +259,7 @@ def test_sums_are_checked_before_anything_is_recorded():
     for sensitivity in (0.0, math.inf, None):
         with pytest.raises(ConfigError, match="sensitivity must be"):
             privatizer.release_sum(torch.ones(2), sensitivity=sensitivity)
-    with pytest.raises(ShapeError, match="as many in each"):
-        privatizer.step([np.zeros((2, 3)), np.zeros((3, 3))])
+    assert_raises(ShapeError, "as many in each", privatizer.step, [np.zeros((2, 3)), np.zeros((3, 3))])
     assert not privatizer.ledger.events
     assert privatizer.made == 0
 
@@ -401,8 +391,7 @@ def test_checkpoints_keep_the_norm():
     (dp.AdaptiveClipping, {"count_std": 0.0}, "count_std must be .*0"),
 ])  # fmt: skip
 def test_arguments_are_checked(make, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        make(**changes)
+    assert_raises(ConfigError, message, make, **changes)
 
 
 def test_too_little_noise_on_the_count_is_refused_before_the_step():

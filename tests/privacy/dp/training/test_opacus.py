@@ -20,6 +20,7 @@ from torch.utils.data import (
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy import dp
 from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, rdp_values, release_of, spent
+from refusals import assert_raises
 
 opacus = pytest.importorskip("opacus")
 accountants = pytest.importorskip("opacus.accountants")
@@ -248,8 +249,7 @@ def test_a_target_ends_the_training(tmp_path):
 
     epoch()
     epoch()
-    with pytest.raises(BudgetExceeded):
-        epoch()
+    assert_raises(BudgetExceeded, None, epoch)
     assert optimizer.steps == 8
     assert 2.99 < engine.get_epsilon(1e-5) <= 3.0
     engine.ledger.close()
@@ -292,13 +292,11 @@ def test_rows_come_as_the_loader_collates_them():
     ({"data_loader": [1]}, "data_loader must be a torch DataLoader, got list"),
 ])  # fmt: skip
 def test_what_opacus_takes_and_would_void_the_guarantee_is_refused(options, message):
-    with pytest.raises((ConfigError, UnsupportedCase), match=message):
-        engine_of(dp, **options)
+    assert_raises((ConfigError, UnsupportedCase), message, engine_of, dp, **options)
 
 
 def test_an_accountant_that_may_underestimate_is_refused():
-    with pytest.raises(ConfigError, match="accountant must be one of prv, pld, rdp, got 'gdp'"):
-        dp.PrivacyEngine(accountant="gdp")
+    assert_raises(ConfigError, "accountant must be one of prv, pld, rdp, got 'gdp'", dp.PrivacyEngine, accountant="gdp")
     with pytest.raises(ConfigError, match="found by privacy loss distributions"):
         dp.PrivacyEngine(accountant="rdp").make_private_with_epsilon(
             module=mlp(), optimizer=None, data_loader=loader(), max_grad_norm=1.0, target_epsilon=1.0,

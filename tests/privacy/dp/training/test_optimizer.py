@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.nn.optim import AdamW
 from accelerant.privacy import dp
+from refusals import assert_raises
 
 BOUND = 0.5
 
@@ -176,8 +177,7 @@ def test_a_sum_on_top_of_the_last_step_is_refused():
         with pytest.warns(UserWarning, match="not drawn"):
             training.optimizer.step()
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-        with pytest.raises(ConfigError, match="noisy mean of the last step"):
-            loss.backward()
+        assert_raises(ConfigError, "noisy mean of the last step", loss.backward)
         training.optimizer.zero_grad()
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         training.optimizer.step()
@@ -269,8 +269,7 @@ def test_the_budget_ends_the_training_before_the_step():
     data, model = points(), mlp()
     ledger = dp.PrivacyLedger(budget=dp.Budget(epsilon=2.0, delta=1e-5, method="rdp"))
     with private(model, 0.5, noise_multiplier=2.0, ledger=ledger) as training:
-        with pytest.raises(BudgetExceeded):
-            drawn_steps(training, data, classify, steps=500)
+        assert_raises(BudgetExceeded, None, drawn_steps, training, data, classify, steps=500)
         kept, steps = parameters(model), training.optimizer.steps
         assert 0 < steps < 500
         assert training.epsilon() <= 2.0
@@ -311,8 +310,7 @@ def test_a_second_backward_pass_over_the_same_rows_is_refused():
         for batch in training.batches(data, steps=1):
             classify(model, *batch.tensors).backward()
             classify(model, *batch.tensors).backward()
-            with pytest.raises(ConfigError, match="more than once"):
-                training.optimizer.step()
+            assert_raises(ConfigError, "more than once", training.optimizer.step)
             break
 
 
@@ -324,8 +322,7 @@ def test_a_draw_that_was_left_does_not_run_into_the_next():
             classify(model, *batch.tensors).backward()
             break
         again = training.batches(data, microbatch=16, steps=1)
-        with pytest.raises(ConfigError, match="gives these up"):
-            next(again)
+        assert_raises(ConfigError, "gives these up", lambda: next(again))
         training.optimizer.zero_grad()
         train(training, data, 1, microbatch=16)
         assert training.optimizer.steps == 1
@@ -334,11 +331,9 @@ def test_a_draw_that_was_left_does_not_run_into_the_next():
 def test_a_step_without_backward_is_refused():
     data, model = points(), mlp()
     with private(model, 1.0, expected_batch_size=40) as training:
-        with pytest.raises(ConfigError, match="without a backward pass"):
-            training.optimizer.step()
+        assert_raises(ConfigError, "without a backward pass", training.optimizer.step)
         for _ in training.batches(data, steps=1):
-            with pytest.raises(ConfigError, match="without a backward pass"):
-                training.optimizer.step()
+            assert_raises(ConfigError, "without a backward pass", training.optimizer.step)
 
 
 def test_gradients_from_before_are_not_released():
@@ -347,14 +342,12 @@ def test_gradients_from_before_are_not_released():
     with private(model, 1.0) as training:
         assert all(p.grad is None for p in model.parameters())
         model[0].weight.grad = torch.ones_like(model[0].weight)
-        with pytest.raises(ConfigError, match="before the first backward pass"):
-            next(training.batches(data, steps=1))
+        assert_raises(ConfigError, "before the first backward pass", lambda: next(training.batches(data, steps=1)))
         training.optimizer.zero_grad()
         next(training.batches(data, steps=1))
         model[0].weight.grad = torch.ones_like(model[0].weight)
         loss = classify(model, *data)
-        with pytest.raises(ConfigError, match="set by hand"):
-            loss.backward()
+        assert_raises(ConfigError, "set by hand", loss.backward)
 
 
 def test_a_parameter_that_was_frozen_is_not_updated_unclipped():
@@ -369,8 +362,7 @@ def test_a_parameter_that_was_frozen_is_not_updated_unclipped():
             loss.backward()
             model[0].weight.requires_grad_(True)
             model[0].weight.grad = torch.ones_like(kept)
-            with pytest.raises(ConfigError, match="not clipped"):
-                training.optimizer.step()
+            assert_raises(ConfigError, "not clipped", training.optimizer.step)
 
 
 def replace(grad):
@@ -418,8 +410,7 @@ def test_an_update_by_hand_before_the_step_is_refused():
         assert repr(model[0].weight.grad).endswith("until step() has added the noise)")
         assert (model[0].weight.grad.ndim, model[0].weight.grad.nbytes, model[0].weight.grad.is_cuda) == (2, 192, False)
         model[0].weight.grad = torch.ones_like(model[0].weight)  # put in its place
-        with pytest.raises(ConfigError, match="changed or cleared"):
-            training.optimizer.step()
+        assert_raises(ConfigError, "changed or cleared", training.optimizer.step)
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
 
 
@@ -440,8 +431,7 @@ def test_gradients_cleared_between_parts_are_found():
         classify(model, *next(batches).tensors).backward()
         model.zero_grad()
         loss = classify(model, *next(batches).tensors)
-        with pytest.raises(ConfigError, match="changed or cleared"):
-            loss.backward()
+        assert_raises(ConfigError, "changed or cleared", loss.backward)
 
 
 def test_closures_scalers_groups_and_copies_are_refused():
@@ -449,21 +439,17 @@ def test_closures_scalers_groups_and_copies_are_refused():
     x, y = points()
     with private(model, 1.0, expected_batch_size=40) as training:
         optimizer = training.optimizer
-        with pytest.raises(UnsupportedCase, match="closure"):
-            optimizer.step(lambda: None)
+        assert_raises(UnsupportedCase, "closure", optimizer.step, lambda: None)
         with pytest.raises(UnsupportedCase, match="cannot be added"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         for duplicate in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(TypeError, match="state_dict"):
-                duplicate(optimizer)
+            assert_raises(TypeError, "state_dict", duplicate, optimizer)
         optimizer.grad_scale = torch.ones(())
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(classify(model, x, y)).backward()
-        with pytest.raises(UnsupportedCase, match="GradScaler"):
-            optimizer.step()
+        assert_raises(UnsupportedCase, "GradScaler", optimizer.step)
         del optimizer.grad_scale
-        with pytest.raises(UnsupportedCase, match="GradScaler"):
-            scaler.step(optimizer)
+        assert_raises(UnsupportedCase, "GradScaler", scaler.step, optimizer)
 
 
 def test_batches_of_ones_own_need_an_expected_size():
@@ -471,8 +457,7 @@ def test_batches_of_ones_own_need_an_expected_size():
     model = mlp()
     with private(model, 1.0) as training:
         F.cross_entropy(model(x), y).backward()
-        with pytest.raises(ConfigError, match="expected_batch_size"):
-            training.optimizer.step()
+        assert_raises(ConfigError, "expected_batch_size", training.optimizer.step)
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -484,8 +469,7 @@ def test_no_optimizer_steps_past_the_private_one(second):
         other = torch.optim.Adam(model.parameters()) if second else inner
         before = parameters(model)
         classify(model, x, y).backward()
-        with pytest.raises(ConfigError, match=f"{type(other).__name__}.step.. would update by a sum"):
-            other.step()
+        assert_raises(ConfigError, f"{type(other).__name__}.step.. would update by a sum", other.step)
         assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
         with pytest.warns(UserWarning, match="not drawn"):
             training.optimizer.step()
@@ -513,12 +497,10 @@ def test_batches_are_taken_one_at_a_time(rate):
     """Fetched ahead, a batch would be clipped with the mask of the next."""
     data, model = points(), mlp()
     with private(model, rate, expected_batch_size=8) as training:
-        with pytest.raises(ConfigError, match="one at a time"):
-            list(training.batches(data, microbatch=64, steps=2))
+        assert_raises(ConfigError, "one at a time", lambda: list(training.batches(data, microbatch=64, steps=2)))
         batches = training.batches(data, microbatch=64, steps=2)
         next(batches)
-        with pytest.raises(ConfigError, match="leave none out"):
-            next(batches)
+        assert_raises(ConfigError, "leave none out", lambda: next(batches))
 
 
 class Turned(torch.nn.Module):
@@ -538,15 +520,13 @@ def test_fewer_rows_than_were_drawn_are_refused():
     with private(model, 1.0) as training:
         batch = next(training.batches((torch.randn(40, 5, 6),), steps=1))
         model(batch.tensors[0].transpose(0, 1)).mean().backward()
-        with pytest.raises(ConfigError, match="5 rows went through backward passes, the batch has 40"):
-            training.optimizer.step()
+        assert_raises(ConfigError, "5 rows went through backward passes, the batch has 40", training.optimizer.step)
     data, model = points(), mlp()
     with private(model, 1.0) as training:
         batches = training.batches(data, microbatch=32, steps=1)
         classify(model, *next(batches).tensors).backward()
         next(batches)  # 8 rows, which get no backward pass
-        with pytest.raises(ConfigError, match="0 rows went through"):
-            training.optimizer.step()
+        assert_raises(ConfigError, "0 rows went through", training.optimizer.step)
 
 
 def test_a_parameter_that_was_frozen_since_stays_as_it_is():
@@ -585,20 +565,16 @@ def test_what_a_failed_pass_has_summed_is_not_released():
     with private(model, 1.0, clipping="per_layer", expected_batch_size=40) as training:
         Failing.fails = True
         first = loss()
-        with pytest.raises(RuntimeError, match="no memory"):
-            first.backward()
+        assert_raises(RuntimeError, "no memory", first.backward)
         Failing.fails = False
         again = loss()
-        with pytest.raises(ConfigError, match="a pass that failed"):
-            again.backward()
+        assert_raises(ConfigError, "a pass that failed", again.backward)
         training.optimizer.zero_grad()
         loss().backward()
         Failing.fails = True  # of several passes, likewise
         again = loss()
-        with pytest.raises(RuntimeError, match="no memory"):
-            again.backward()
-        with pytest.raises(ConfigError, match="a pass that failed"):
-            training.optimizer.step()
+        assert_raises(RuntimeError, "no memory", again.backward)
+        assert_raises(ConfigError, "a pass that failed", training.optimizer.step)
 
 
 def test_a_draw_makes_one_step():
@@ -615,8 +591,7 @@ def test_a_draw_makes_one_step():
 
         epoch()
         assert training.optimizer.steps == 2
-        with pytest.raises(ConfigError, match="has made a step already"):
-            epoch()
+        assert_raises(ConfigError, "has made a step already", epoch)
 
 
 def test_a_target_holds_beside_other_releases_in_the_ledger():
@@ -638,8 +613,7 @@ def test_parts_of_two_draws_do_not_meet_where_the_loop_says_what_it_uses():
         first, second = (next(iter(training._draws(data, microbatch=16, steps=1))) for _ in range(2))
         training.use(first)
         classify(model, *first.tensors).backward()
-        with pytest.raises(ConfigError, match="one step belongs to each draw"):
-            training.use(second)
+        assert_raises(ConfigError, "one step belongs to each draw", training.use, second)
 
 
 # --- choices that depend on the data ---------------------------------------------------------------------------------
@@ -694,8 +668,7 @@ def test_draws_that_were_given_up_until_one_suits_are_warned_of():
         batches = training.batches(data, steps=2)
         classify(model, *next(batches).tensors).backward()
         training.optimizer.zero_grad()
-        with pytest.raises(ConfigError, match="leave none out"):
-            next(batches)
+        assert_raises(ConfigError, "leave none out", lambda: next(batches))
 
 
 def used(training, draws):
@@ -730,15 +703,13 @@ def test_a_part_of_a_draw_is_refused_as_a_draw():
         part = next(iter(training._draws(data, microbatch=16)))
         training.use(dataclasses.replace(part, last=True))
         classify(model, *part.tensors).backward()
-        with pytest.raises(ConfigError, match="16 of the draw's 40 rows were used"):
-            training.step()
+        assert_raises(ConfigError, "16 of the draw's 40 rows were used", training.step)
         training.optimizer.zero_grad()
         whole = next(iter(training._draws(data)))
         some = tuple(each[:10] for each in whole.tensors)
         training.use(dataclasses.replace(whole, tensors=some, examples=10, rows=10))
         classify(model, *some).backward()
-        with pytest.raises(ConfigError, match="10 of the draw's 40 rows were used"):
-            training.step()
+        assert_raises(ConfigError, "10 of the draw's 40 rows were used", training.step)
         assert not training.ledger.events
 
 
@@ -764,14 +735,12 @@ def test_a_model_that_is_wrapped_after_make_private_is_refused(tmp_path):
             wrapped = torch.nn.parallel.DistributedDataParallel(model)
             with torch.no_grad():
                 wrapped(x)
-            with pytest.raises(UnsupportedCase, match="DistributedDataParallel adds gradients up"):
-                wrapped(x)
+            assert_raises(UnsupportedCase, "DistributedDataParallel adds gradients up", wrapped, x)
             classify(model, x, y).backward()
             assert training.optimizer.tracker.passes == 1
             replica = model._replicate_for_data_parallel()
             replica._is_replica = True
-            with pytest.raises(UnsupportedCase, match="DataParallel adds gradients up"):
-                replica(x)
+            assert_raises(UnsupportedCase, "DataParallel adds gradients up", replica, x)
     finally:
         wrapped = None  # one that outlives its group may wait for the group's threads for ever
         gc.collect()

@@ -19,6 +19,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeErr
 from accelerant.privacy import dp, mpc
 from accelerant.privacy.dp.noise.discrete import charge
 from accelerant.privacy.dp.training import private as private_module
+from refusals import assert_raises
 
 GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_rate": 0.1}
 
@@ -49,8 +50,7 @@ GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_ra
 def test_arguments_are_checked_before_anything_is_attached(changes, message):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ConfigError, match=message):
-        dp.make_private(model, optimizer, **{**GOOD, **changes})
+    assert_raises(ConfigError, message, dp.make_private, model, optimizer, **{**GOOD, **changes})
     x, y = points()
     classify(model, x, y).backward()
     ordinary = [p.grad.clone() for p in model.parameters()]
@@ -65,17 +65,14 @@ def test_model_and_optimizer_must_fit():
         private(model, optimizer=torch.optim.SGD([*model.parameters(), other[0].weight], lr=1.0))
     with pytest.raises(ConfigError, match="bias requires a gradient and is not in the optimizer"):
         private(model, optimizer=torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=1.0))
-    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer"):
-        private(model, optimizer="sgd")
+    assert_raises(ConfigError, r"must be a torch\.optim\.Optimizer", private, model, optimizer="sgd")
     with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         dp.make_private("model", torch.optim.SGD(model.parameters(), lr=1.0), **GOOD)
     for p in other.parameters():
         p.requires_grad_(False)
-    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
-        private(other)
+    assert_raises(ConfigError, "no parameter that requires a gradient", private, other)
     training = private(model)
-    with pytest.raises(ConfigError, match="private already"):
-        private(model)
+    assert_raises(ConfigError, "private already", private, model)
     training.close()
     private(model).close()
 
@@ -83,8 +80,7 @@ def test_model_and_optimizer_must_fit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
 def test_parameters_of_16_bits_are_refused(dtype):
     """Eight bits of a sum of 1024 clipped gradients of norm 1: rounding moves it by more than an example does."""
-    with pytest.raises(UnsupportedCase, match=r"0\.weight is torch.*autocast"):
-        private(mlp().to(dtype))
+    assert_raises(UnsupportedCase, r"0\.weight is torch.*autocast", lambda: private(mlp().to(dtype)))
     model = mlp().to(dtype).requires_grad_(False)
     private(torch.nn.Sequential(model, torch.nn.Linear(3, 2))).detach()  # frozen ones have no sum
 
@@ -104,8 +100,7 @@ def test_parameters_that_become_16_bits_wide_are_refused_before_the_next_draw(dt
             lambda: training.use(batch, draws),
             lambda: model(x),
         ):
-            with pytest.raises(UnsupportedCase, match=rf"2\.weight is {dtype}.*autocast"):
-                refused()
+            assert_raises(UnsupportedCase, rf"2\.weight is {dtype}.*autocast", refused)
         assert sampler.draws == 0
         model[2].float()
         train(training, (x, y), steps=1)
@@ -113,8 +108,7 @@ def test_parameters_that_become_16_bits_wide_are_refused_before_the_next_draw(dt
         classify(model, *batch.tensors).backward()
         model.to(dtype)  # in place, the gradients, too
         before = [each.detach().clone() for each in model.parameters()]
-        with pytest.raises(UnsupportedCase, match=r"0\.weight is"):
-            training.step()
+        assert_raises(UnsupportedCase, r"0\.weight is", training.step)
         assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
         assert sum(event.count for event in training.ledger.events) == 2
 
@@ -131,12 +125,10 @@ def test_a_frozen_batch_norm_trains_until_it_is_put_to_train_mode():
         batch = next(training.batches((x, y), steps=1))
         classify(model, *batch.tensors).backward()
         model.train()
-        with pytest.raises(UnsupportedCase, match="train mode"):
-            training.step()
+        assert_raises(UnsupportedCase, "train mode", training.step)
         training.optimizer.zero_grad()
         model[1].eval().running_mean = model[1].running_var = None
-        with pytest.raises(UnsupportedCase, match=r"1 \(BatchNorm1d\) has no running statistics"):
-            training._draws((x, y))
+        assert_raises(UnsupportedCase, r"1 \(BatchNorm1d\) has no running statistics", training._draws, (x, y))
         assert sum(event.count for event in training.ledger.events) == 1
 
 
@@ -144,8 +136,7 @@ def test_a_private_training_is_not_pickled_and_its_model_is():
     model = mlp()
     with private(model) as training:
         for duplicate in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(TypeError, match=r"save state_dict\(\)"):
-                duplicate(training)
+            assert_raises(TypeError, r"save state_dict\(\)", duplicate, training)
         other = pickle.loads(pickle.dumps(model))
         with private(other):  # ordinary, and so may be made private itself
             pass
@@ -165,13 +156,11 @@ def test_the_ledger_is_charged_for_tables_and_tails():
 
 def test_layers_that_mix_examples_are_refused_by_name():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    with pytest.raises(UnsupportedCase, match="BatchNorm"):
-        private(model)
+    assert_raises(UnsupportedCase, "BatchNorm", private, model)
     x, y = points()
     classify(model, x, y).backward()  # as it was
     wrapped = nn.DataParallel(mlp())
-    with pytest.raises(UnsupportedCase, match="give its module"):
-        private(wrapped)
+    assert_raises(UnsupportedCase, "give its module", private, wrapped)
 
 
 @pytest.mark.slow
@@ -183,8 +172,7 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
         assert training.optimizer.steps == 12
         assert 2.95 < training.epsilon() <= 3.0
         first = training.noise_multiplier
-        with pytest.raises(BudgetExceeded):
-            train(training, data, steps=3)
+        assert_raises(BudgetExceeded, None, train, training, data, steps=3)
     # The same data again, for more: what was spent counts, so the noise is more.
     options["target_epsilon"] = 3.5
     with pytest.raises(ConfigError, match=r"has the budget epsilon 3 at delta 1e-05, and epsilon 3.5 .* is looser"):
@@ -194,8 +182,7 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
         assert training.noise_multiplier > 1.05 * first
         train(training, data)
         assert 3.4 < training.epsilon() <= 3.5
-    with pytest.raises(BudgetExceeded, match="holds epsilon"):
-        private(mlp(), 1.0, **{**options, "target_epsilon": 2.0})
+    assert_raises(BudgetExceeded, "holds epsilon", lambda: private(mlp(), 1.0, **{**options, "target_epsilon": 2.0}))
 
 
 @pytest.mark.parametrize("kind", ["memory", "path", "budget of another delta", "after a training of another delta"])
@@ -232,8 +219,7 @@ def test_torchs_default_device_may_be_another_than_the_models(options):
 def test_a_closed_ledger_leaves_the_model_as_it_was(tmp_path):
     ledger, model = dp.PrivacyLedger(tmp_path / "privacy.jsonl"), mlp()
     ledger.close()
-    with pytest.raises(ConfigError, match="is closed"):
-        private(model, noise_multiplier=1.0, ledger=ledger, delta=1e-7)
+    assert_raises(ConfigError, "is closed", private, model, noise_multiplier=1.0, ledger=ledger, delta=1e-7)
     assert ledger.delta is None
     with private(model, noise_multiplier=1.0):  # nothing was attached
         pass
@@ -333,8 +319,7 @@ def test_privacy_by_user():
 ])  # fmt: skip
 def test_groups_are_checked_before_anything_is_attached(groups, error, message):
     model = mlp()
-    with pytest.raises(error, match=message):
-        private(model, groups=groups)
+    assert_raises(error, message, private, model, groups=groups)
     private(model).close()
 
 
@@ -373,8 +358,7 @@ def test_of_groups_only_what_was_drawn_is_stepped(told):
     with training:
         before = parameters(model)
         classify(model, x, y).backward()
-        with pytest.raises(ConfigError, match="several rows of a group"):
-            training.step()
+        assert_raises(ConfigError, "several rows of a group", training.step)
         assert not training.ledger.events
         assert all(torch.equal(now, then) for now, then in zip(parameters(model), before, strict=True))
 
@@ -389,8 +373,7 @@ def test_a_draw_of_another_sampler_is_looked_at_before_it_is_used(sampler, group
     """The ledger would be told this training's rate and unit, whatever drew the batch."""
     with private(mlp(), 0.5, groups=groups) as training:
         batch = next(iter(dp.PoissonBatches(points(), sampler)))
-        with pytest.raises(ConfigError, match=message):
-            training.use(batch)
+        assert_raises(ConfigError, message, training.use, batch)
         with pytest.raises(ConfigError, match=message if groups is None else "leave sampler out"):
             training.batches(points(), sampler=sampler)
         training.use(next(iter(training._draws(points()))))
@@ -442,8 +425,7 @@ def test_data_and_samplers_that_are_no_poisson_draws_are_refused(data, options, 
 
 def test_who_is_counted_stands_in_the_ledger():
     users = torch.arange(40) // 4
-    with pytest.raises(ConfigError, match="unit is an example"):
-        private(mlp(), groups=users, ledger=dp.PrivacyLedger())
+    assert_raises(ConfigError, "unit is an example", lambda: private(mlp(), groups=users, ledger=dp.PrivacyLedger()))
     with private(mlp(), groups=users, ledger=dp.PrivacyLedger(unit="patient")) as training:
         assert training.ledger.unit == "patient"
     with private(mlp(), 0.5, ledger=dp.PrivacyLedger(unit="user")) as training:
@@ -486,10 +468,8 @@ def test_a_checkpoint_goes_on_and_holds_no_key():
         train(training, data, steps=2)
         assert sum(event.count for event in ledger.events) == 5
     with private(mlp(), 0.5, noise_multiplier=2.0) as other:
-        with pytest.raises(FormatError, match="noise_multiplier 1"):
-            other.load_state_dict(state)
-        with pytest.raises(FormatError, match="not the state"):
-            other.load_state_dict({"optimizer": {}})
+        assert_raises(FormatError, "noise_multiplier 1", other.load_state_dict, state)
+        assert_raises(FormatError, "not the state", other.load_state_dict, {"optimizer": {}})
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, None), (7.5, 7.5)])
@@ -516,15 +496,13 @@ def test_detached_the_model_is_ordinary_again():
     classify(plain, x, y).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    with pytest.raises(ConfigError, match="detached"):
-        training.batches((x, y))
+    assert_raises(ConfigError, "detached", training.batches, (x, y))
 
 
 def test_a_ledger_of_replaced_units_is_refused():
     """Clipping to C bounds what an example adds; replaced, it changes the sum by up to 2 C."""
     ledger = dp.PrivacyLedger(neighbouring="replace-one")
-    with pytest.raises(ConfigError, match="add-or-remove-one"):
-        private(mlp(), 1.0, noise_multiplier=1.0, ledger=ledger)
+    assert_raises(ConfigError, "add-or-remove-one", lambda: private(mlp(), 1.0, noise_multiplier=1.0, ledger=ledger))
     with pytest.raises(ConfigError, match="add-or-remove-one"):
         dp.Privatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, ledger=ledger)
 
@@ -553,8 +531,7 @@ def test_a_failure_at_the_end_of_make_private_leaves_nothing_attached(monkeypatc
     steps = len(optimizer_module._global_optimizer_pre_hooks)
     with monkeypatch.context() as patch:
         patch.setattr(private_module, "PrivateTraining", None)
-        with pytest.raises(TypeError):
-            private(model)
+        assert_raises(TypeError, None, private, model)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
     assert not any(param._backward_hooks for param in model.parameters())
@@ -566,18 +543,15 @@ def test_two_trainings_make_no_step_of_one_draw():
     """Each would be amplified as if its draw were its own, but what one does not show of an example the other may."""
     first, second, third = (private(mlp(), 0.5, noise_multiplier=1.0) for _ in range(3))
     batch = next(first.batches(points()))
-    with pytest.raises(ConfigError, match="another private training"):
-        second.use(batch)
+    assert_raises(ConfigError, "another private training", second.use, batch)
     classify(first.model, *batch.tensors).backward()
     first.step()
-    with pytest.raises(ConfigError, match="made a step already"):
-        second.use(batch)
+    assert_raises(ConfigError, "made a step already", second.use, batch)
     batch = next(first.batches(points()))
     first.close()
     del first
     gc.collect()
-    with pytest.raises(ConfigError, match="another private training"):
-        third.use(batch)
+    assert_raises(ConfigError, "another private training", third.use, batch)
     for training in (second, third):
         training.close()
 
@@ -586,12 +560,10 @@ def test_a_drawn_batch_has_no_copies_that_could_make_a_second_step():
     training = private(mlp(), 0.5, noise_multiplier=1.0)
     batch = next(training.batches(points()))
     again = copy.deepcopy(batch)
-    with pytest.raises(TypeError, match="second step"):
-        pickle.dumps(batch)
+    assert_raises(TypeError, "second step", pickle.dumps, batch)
     classify(training.model, *batch.tensors).backward()
     training.step()
-    with pytest.raises(ConfigError, match="has made a step already"):
-        training.use(again)
+    assert_raises(ConfigError, "has made a step already", training.use, again)
     training.close()
 
 

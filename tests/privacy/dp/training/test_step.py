@@ -11,6 +11,7 @@ from accelerant.privacy.dp import make_private
 from accelerant.privacy.dp.sampling import Draw, DrawnBatch
 from accelerant.privacy.dp.training import step as step_module
 from accelerant.privacy.dp.training.step import PrivateStep
+from refusals import assert_raises
 
 CONFIG = GPTConfig(vocab_size=50, context=16, layers=2, heads=2, width=32)
 
@@ -92,8 +93,7 @@ def test_a_step_past_the_budget_changes_nothing():
     step = PrivateStep(private, private.model.loss)
     step(next(parts(rows(4), 4, microbatch=4)), 0.1)
     before = weights(private)
-    with pytest.raises(BudgetExceeded):
-        step(next(parts(rows(4), 4, microbatch=4)), 0.1)
+    assert_raises(BudgetExceeded, None, lambda: step(next(parts(rows(4), 4, microbatch=4)), 0.1))
     assert torch.equal(weights(private), before)
 
 
@@ -124,8 +124,7 @@ def test_a_part_that_failed_is_not_released():
     step(next(parts(rows(4), 4, microbatch=4)), 0.0)
     total = next(iter(private.optimizer.sums.values()))
     total.add_(1.0)
-    with pytest.raises(ConfigError, match="a pass that failed"):
-        step(next(parts(rows(4), 4, microbatch=4)), 0.0)
+    assert_raises(ConfigError, "a pass that failed", lambda: step(next(parts(rows(4), 4, microbatch=4)), 0.0))
 
 
 class Recorded:
@@ -154,8 +153,7 @@ def test_a_capture_is_no_change_of_the_sums(monkeypatch):
     first, last = parts(rows(4), 2, 2, microbatch=2)
     step(first, 0.1)
     next(iter(private.optimizer.sums.values())).add_(1.0)
-    with pytest.raises(ConfigError, match="a pass that failed"):
-        step(last, 0.1)
+    assert_raises(ConfigError, "a pass that failed", step, last, 0.1)
 
 
 def test_graphs_of_a_model_that_was_changed_are_dropped():
@@ -198,14 +196,11 @@ def test_a_model_that_became_16_bits_wide_is_refused_before_the_step():
 
 def test_refusals():
     private = private_gpt()
-    with pytest.raises(ConfigError, match="float16"):
-        PrivateStep(private, private.model.loss, precision=torch.float16)
+    assert_raises(ConfigError, "float16", PrivateStep, private, private.model.loss, precision=torch.float16)
     step = PrivateStep(private, private.model.loss)
     batch = next(parts(rows(4), 4, microbatch=4))
-    with pytest.raises(ConfigError, match="-1"):
-        step(batch, -1.0)
-    with pytest.raises(ConfigError, match="Tensor"):
-        step(DrawnBatch(batch.tensors[0], None, True, 4, 4), 0.1)
+    assert_raises(ConfigError, "-1", step, batch, -1.0)
+    assert_raises(ConfigError, "Tensor", lambda: step(DrawnBatch(batch.tensors[0], None, True, 4, 4), 0.1))
 
 
 def test_a_graph_that_cannot_be_is_said(forbidding):

@@ -24,6 +24,7 @@ from accelerant.privacy.dp.ledger.accounting import about, spent
 from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings, WindowSource, split_draw
 from accelerant.runtime.files import plain
 from micro_run import MICRO
+from refusals import assert_raises
 
 CPU = torch.device("cpu")
 RUN = MICRO.replaced(steps=4, validations=1, predict_memory=True)
@@ -271,8 +272,7 @@ def test_a_ledger_that_was_cut_ends_the_resumption_before_a_step(interrupted):
     whole = ledger.read_bytes()
     ledger.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
     checkpoint = (out / "checkpoint.safetensors").read_bytes()
-    with pytest.raises(FormatError, match=r"it was cut\. Go back to an untouched copy"):
-        resume(out)
+    assert_raises(FormatError, r"it was cut\. Go back to an untouched copy", resume, out)
     assert (out / "checkpoint.safetensors").read_bytes() == checkpoint
     ledger.write_bytes(whole)
     assert resume(out).summary["steps"] == 4
@@ -302,8 +302,7 @@ def test_a_resumed_run_whose_budget_is_spent_ends_with_its_results(run, tmp_path
 
 def test_an_ordinary_resumption_of_a_private_run_is_refused(interrupted):
     out = interrupted
-    with pytest.raises(ConfigError, match="one of private"):
-        resume_training(out, CPU, progress=Watcher())
+    assert_raises(ConfigError, "one of private", lambda: resume_training(out, CPU, progress=Watcher()))
     assert counted(out) < 4
 
 
@@ -400,8 +399,7 @@ def test_what_cannot_be_private_is_refused(run, tmp_path, changes, message):
     extension = PrivateRun(settings(tmp_path / "out"))
     changed = run.replaced(**changes)
     if changes.get("precision") == "fp8":
-        with pytest.raises(ConfigError, match=message):
-            extension.require(changed)
+        assert_raises(ConfigError, message, extension.require, changed)
         return
     with pytest.raises(ConfigError, match=message):
         run_training(changed, tmp_path / "out", CPU, progress=Watcher(), extension=extension)

@@ -1,0 +1,10 @@
+"""What must be refused, in one line a case."""
+
+import pytest
+
+
+def assert_raises(error, match, call, /, *args, **kwargs):
+    """Assert that call(*args, **kwargs) raises the error, with a text that has match, if there is one."""
+    __tracebackhide__ = True
+    with pytest.raises(error, match=match):
+        call(*args, **kwargs)
