@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ def _policy(value: object) -> FallbackPolicy:
 
 @dataclass(slots=True)
 class _OperationRow:
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
     pending: deque[tuple[Event, Event]] = field(default_factory=deque)
 
@@ -142,7 +142,9 @@ class OperationMetrics:
     def add(self, name: str, **counts: int) -> None:
         """Add to an operation's calls, errors (calls that raised), fallbacks (to another device), bytes and flops."""
         with self._lock:
-            self._rows[name].counts.update(counts)
+            row = self._rows[name].counts
+            for key, count in counts.items():
+                row[key] += count
 
     def add_time(self, name: str, start: Event, stop: Event | None) -> None:
         """Add the events around a call."""
@@ -424,7 +426,7 @@ class Accelerator(methods.Operations):
         self._check_open()
         self._metrics.add(name, calls=calls)
         try:
-            with self._own_policy(), time_limit(self.config.timeout_s, name):
+            with self._own_policy(), self._own_limit(name):
                 moved, _ = self._move_or_fall_back(name, tensors)
                 return self._run_or_fall_back(name, moved, options, calls, in_turn)
         except BaseException:
@@ -498,7 +500,7 @@ class Accelerator(methods.Operations):
         self._check_open()
         self._metrics.add(name, calls=1)
         try:
-            with self._own_policy(), time_limit(self.config.timeout_s, name):
+            with self._own_policy(), self._own_limit(name):
                 arrays, _, _ = self._checked(name, arrays, options)
                 shared = self._run_shared(name, arrays, options) if len(self._devices) > 1 else None
                 if shared is not None:
@@ -537,6 +539,10 @@ class Accelerator(methods.Operations):
     def _own_policy(self) -> AbstractContextManager[object]:
         """Return a context with this Accelerator's fallback policy; changing settings takes a third of a small call."""
         return nullcontext() if settings().fallback == self._policy else override(fallback=self._policy)
+
+    def _own_limit(self, name: str) -> AbstractContextManager[object]:
+        """Return a context with this Accelerator's time limit for a call."""
+        return nullcontext() if self.config.timeout_s is None else time_limit(self.config.timeout_s, name)
 
     def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         """Move arrays to the device; to the CPU if they do not fit."""
@@ -592,7 +598,7 @@ class Accelerator(methods.Operations):
 
     def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any], each: int = 0) -> Results:
         """Run on a batch of rows at a time, checking the time limit between them; or `each` calls in turn."""
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if each:
                 return tuple(self._each(name, tensors, options, each))
             cut, size = self._division(name, tensors, options)

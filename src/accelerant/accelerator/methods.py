@@ -104,6 +104,8 @@ def to_torch(
     that torch lacks, and fractions where `dtype` is one of integers raise UnsupportedDtype. NumPy's arrays are copied
     for C's order, unless `order` is "K".
     """
+    if type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and not x.is_nested:
+        return x, ArrayOrigin("torch", device)
     kind = kind_of(x)
     try:
         if kind == "torch":

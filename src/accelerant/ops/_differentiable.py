@@ -61,14 +61,17 @@ strides of all tensors of a call at once. Torch's own modes, of fake tensors and
 
 
 class _Kind(NamedTuple):
-    """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack."""
+    """The functions that recognize the calls of a kind and serve them; kept as a plain tuple, faster to unpack.
+
+    `grad` is whether gradients are recorded, None if no tensor requires one.
+    """
 
     length: int
     tensors: int
     check: Callable[..., bool]
     last: object
     names: tuple[str, ...]
-    grad: bool
+    grad: bool | None
     small: bool = False
     run: Callable[..., Any] | None = None
     record: Any = None
@@ -148,9 +151,15 @@ class CpuFastPath:
         self._few = sys.maxsize if any_size else SMALL
         self._any_layout, self._pure = any_layout, pure
         self._known: dict[object, tuple[tuple[Any, ...], ...]] = {}  # shape of a tensor -> options, _Kind
-        self._recent: dict[str, Any] = {}  # "last" kind; the "usual" one, of two calls in a row, is compared first
+        self._usual: tuple[Any, ...] = _NO_KIND  # of two calls in a row, compared first
+        self._last: tuple[Any, ...] = _NO_KIND
         self._missed = 0
         self.thread = _ThreadState()
+
+    def clear(self) -> None:
+        """Forget all kinds of calls, as the plans that they depend on are dropped."""
+        self._known.clear()
+        self._usual = self._last = _NO_KIND
 
     def case(self, function: CaseOf) -> CaseOf:
         """Decorate what replaces the op's case here: it gives None for a call that torch's function does not serve."""
@@ -170,7 +179,7 @@ class CpuFastPath:
 
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
         """Decorate the op's public function."""
-        name, known, recent = public.__name__, self._known, self._recent
+        name, known = public.__name__, self._known
         takes_shape = "normalized_shape" in _library.TORCH_NAMES.get(name, ())
 
         @functools.wraps(public)
@@ -178,21 +187,20 @@ class CpuFastPath:
             if is_dynamo_compiling():
                 args, options = own_arguments(name, args, options)  # type: ignore[assignment]
                 return public(*args, **options)
-            grad, kind = is_grad_enabled(), recent.get("usual", _NO_KIND)
-            length, count, check, last, names, with_grad, small, run, record, _ = kind
+            length, count, check, last, names, grad, small, run, record, _ = kind = self._usual
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
             if not (
                 len(values) == length
-                and grad is with_grad
                 and (tuple(options) == names if options else not names)
                 and (check(*values) if length == count else values[-1] is last and check(*values[:-1]))
+                and (grad is None or is_grad_enabled() is grad)
             ):
                 kinds = known.get(values[0].shape, ()) if values and type(values[0]) in _TENSORS else ()
                 for others, kind in kinds:
-                    length, count, check, _, names, with_grad, small, run, record, _ = kind
+                    length, count, check, _, names, grad, small, run, record, _ = kind
                     if (
                         len(values) == length
-                        and grad is with_grad
+                        and (grad is None or is_grad_enabled() is grad)
                         and (length == count or all(map(is_, values[count:], others)) or _are(values[count:], others))
                         and (tuple(options) == names if options else not names)
                         and check(*(values if length == count else values[:count]))
@@ -208,20 +216,20 @@ class CpuFastPath:
                     if tells or (len(args) > 1 and isinstance(args[1], _SIZES)):
                         return self._unrecognized(public, call, args, options)
                     return public(*args, **options)
-                again = kind is recent.get("last") and len(others) < 2
-                recent["usual"], recent["last"] = kind if again else _NO_KIND, kind
+                self._usual = kind if kind is self._last and len(others) < 2 else _NO_KIND
+                self._last = kind
             asked = recorders or observers or choice_overrides or active_modes() or torch_wants_determinism()
             if asked or record is None or forward_ad._current_level >= 0 or (small and captures_ahead()):
                 return self._call(public, call, args, options, kind)
             calls = record.calls + 1
-            if calls > 4 and calls % (RARELY if small or calls > RARELY else SAMPLE_EVERY):
+            if calls > 4 and (calls % SAMPLE_EVERY or ((small or calls > RARELY) and calls % RARELY)):
                 record.calls = calls  # without the ledger's lock: CPython changes threads at calls and jumps back alone
                 if grad:
                     record.recording += 1
                 try:
                     return run(*args, **options) if options else run(*args)
                 except _TORCH_ERRORS:
-                    _ledger.discount(record, grad)  # the public function says what is wrong, in its own words
+                    _ledger.discount(record, bool(grad))  # the public function says what is wrong, in its own words
                 except BaseException:
                     _ledger.failed(record)
                     raise
@@ -345,8 +353,7 @@ class CpuFastPath:
         """Remember the kind of a call that torch's implementation served, if it did."""
         if self.thread.by_torch is not None:
             record, operation = self.thread.by_torch
-            operation.plans.add_dependent(self._known)
-            operation.plans.add_dependent(self._recent)
+            operation.plans.add_dependent(self)
             serves = small or self._serves(*args, **options)
             bind = self._bind if serves and args else None  # torch's functions name their first argument otherwise
             run = bind(*args, **options) if bind else None
@@ -362,8 +369,8 @@ class CpuFastPath:
             return
         if len(self._known) >= _CALLS_LIMIT:
             self._known.clear()
-        self._recent.clear()
-        check, grad = _check_of(tensors), is_grad_enabled()
+        self._usual = self._last = _NO_KIND
+        check, grad = _check_of(tensors), is_grad_enabled() if any(x.requires_grad for x in tensors) else None
         kind = _Kind(len(values), len(tensors), check, values[-1], tuple(options), grad, small, **serves)
         earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
         self._known[tensors[0].shape] = ((others, tuple(kind)), *earlier)

@@ -135,9 +135,18 @@ def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
+def _bound(a: Tensor, *bs: Tensor, **_: object) -> Callable[..., Tensor] | None:
+    dims = (a.dim(), *(b.dim() for b in bs))
+    if dims == (2, 2):
+        return torch.mm
+    if dims == (3, 3) and a.shape[0] == bs[0].shape[0]:
+        return torch.bmm  # without matmul's look at the shapes
+    return torch.matmul if len(dims) == 2 and min(dims) > 1 else None
+
+
 _cpu = CpuFastPath(
     _torch_equivalent,
-    bind=lambda a, *b, **_: torch.matmul if b and a.dim() > 1 and b[0].dim() > 1 else None,
+    bind=_bound,
     small=lambda *_, **__: True,
     any_size=True,
 )

@@ -500,17 +500,17 @@ def add_rms_norm_reference(
 
 
 # --- torch's functions, for the CPU fast path ------------------------------------------------------------------------
-def _torch_layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
-    shape: torch.Size | None = None,
-) -> Tensor:  # fmt: skip
-    return torch.layer_norm(x, shape or x.shape[-1:], weight, bias, eps)
+def _torch_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _torch_rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, shape: torch.Size | None = None
-) -> Tensor:
-    return torch.rms_norm(x, shape or x.shape[-1:], weight, eps)
+def _bound_layer_norm(x: Tensor, *_: object, **__: object) -> Callable[..., Tensor]:
+    shape = x.shape[-1:]
+    return lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, shape, weight, bias, eps)
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return torch.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def _torch_add_layer_norm(
@@ -546,8 +546,8 @@ def _rounds_once(*args: Any, **options: Any) -> bool:
 _layer_norm_cpu, _rms_norm_cpu, _add_layer_norm_cpu, _add_rms_norm_cpu = (
     CpuFastPath(function, bind=bind, serves=_rounds_once, small=_one_dtype, args=(False,))
     for function, bind in (
-        (_torch_layer_norm, lambda x, *_, **__: partial(_torch_layer_norm, shape=x.shape[-1:])),
-        (_torch_rms_norm, lambda x, *_, **__: partial(_torch_rms_norm, shape=x.shape[-1:])),
+        (_torch_layer_norm, _bound_layer_norm),
+        (_torch_rms_norm, None),
         (_torch_add_layer_norm, None),
         (_torch_add_rms_norm, None),
     )
