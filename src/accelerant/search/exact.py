@@ -31,7 +31,7 @@ from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.registry import provider_of
 from accelerant.search import blocks
 from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
-from accelerant.search.lists import Scan, pair_scores, product, scored, tiled
+from accelerant.search.lists import LONG, NONE, Scan, best, keys_of, pair_scores, product, scored, tiled
 from accelerant.search.llvm_kernels import BLOCK
 
 METRICS = ("ip", "cosine", "l2", "hamming")
@@ -47,6 +47,13 @@ _FEW = 1 << 15
 
 _SEVERAL = 2
 """Queries that are multiplied by a kernel on a CPU; one by NumPy."""
+
+_SCANNED = 16, 2, 1 << 21, 1 << 24
+"""A scan serves fewer queries than the first, of any number of elements up to the second; of products up to the third,
+and of elements of rows up to the last."""
+
+_LARGEST = (1 << 32) - 1
+"""Rows whose numbers fit a scan's keys."""
 
 _QUERIES = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}
@@ -166,6 +173,9 @@ def search(
     serves = bool(len(q) and count) and blocks.serves(q.device, metric, wanted)
     size = sum(part.numel() * part.element_size() for part in parts)
     with _recorded(serves, q.device, len(q), count, q.shape[1], parts[0].dtype, metric, size):
+        alone = wide is None and known is None and len(parts) == 1 and not serves
+        if alone and (scanned := _scanned(q, parts[0], k, metric, chosen, ids)) is not None:
+            return scanned
         starts = [0, *accumulate(map(len, parts))]
         nears = [q.to(part.device) if part.device.type != "cpu" else q for part in parts]
         somes = [chosen] if len(parts) == 1 else [chosen.part(*ends) for ends in pairwise(starts)]
@@ -200,6 +210,44 @@ def search(
         pairs = [_pairs(each) if isinstance(each, Hits) else each for each in answers]
         row, name, score = (torch.cat([each[i].to(q.device) for each in pairs]) for i in range(3))
         return dense(row, name, score, len(q), k, smallest=smallest)
+
+
+def _scanned(q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, ids: Tensor | None) -> Hits | None:
+    """Return the answers of few queries on a CPU by a scan of the rows; None where `Part` takes less time, or refuses.
+
+    A large share of the rows is read where it is, a small one is gathered.
+    """
+    if not 0 < len(q) < _SCANNED[0] or metric == "hamming" or {q.device.type, x.device.type} != {"cpu"}:
+        return None
+    (N, d), rows, numbers = x.shape, chosen.rows, None
+    count = N if rows is None else len(rows)
+    dense = isinstance(rows, Tensor) and x.dtype == torch.float32 and count * _COMPACTED > N
+    size = (N if dense else count) * d
+    few = len(q) <= _SCANNED[1] or len(q) * size < _SCANNED[2]
+    if not count or chosen.each is not None or d > LONG or N > _LARGEST or size > _SCANNED[3] or not few:
+        return None
+    if isinstance(rows, range):
+        x, numbers = x[rows.start : rows.stop], np.arange(rows.start, rows.start + count)
+    elif rows is not None and not dense:
+        x, numbers = x.index_select(0, rows), rows.numpy()
+    if ids is not None and bool((ids.diff() < 0).any()):
+        return None
+    x, q = x.float(), q.float().contiguous()
+    norms = torch.linalg.vector_norm(x, dim=1)
+    largest = float(norms.max())
+    if not largest < 1e19 or (metric == "cosine" and not (float(norms.min()) > 1e-12 and largest < 1e12)):
+        return None
+    extra = None if metric == "ip" else norms.square() / 2 if metric == "l2" else norms.reciprocal()
+    arrays: dict[str, Any] = {
+        "data": x, "vectors": x, "extra": extra, "starts": torch.tensor([0, len(x)], device="cpu"), "slots": numbers,
+    }  # fmt: skip
+    scan = Scan("flat", arrays, largest=1.0 if metric == "cosine" else largest)
+    given = rows.numpy() if dense and isinstance(rows, Tensor) else None
+    answers = scan.top(metric, q.numpy(), min(k, count), min(k, count), given=given, work=size)
+    scores, found, counts = map(torch.from_numpy, answers)
+    if bool((counts < 0).any()):
+        return None
+    return Hits(scores, found if ids is None else ids[found], counts)
 
 
 def _recorded(
@@ -248,6 +296,9 @@ def _pairs(hits: Hits) -> tuple[Tensor, ...]:
 
 def dense(row: Tensor, name: Tensor, score: Tensor, queries: int, k: int, *, smallest: bool) -> Hits:
     """Return the k best (query, id, score) of each query as Hits."""
+    short = row.device.type == "cpu" and _short(name, queries)
+    if short and queries * int(torch.bincount(row, minlength=1).max()) <= 2 * len(row) + _FEW:
+        return _dense_of_keys(row, name, score, queries, k, smallest=smallest)
     order, rank = _ranked(row, name, -score if smallest else score, queries)
     order, rank = order[rank < k], rank[rank < k]
     row = row[order]
@@ -260,15 +311,40 @@ def dense(row: Tensor, name: Tensor, score: Tensor, queries: int, k: int, *, sma
     return Hits(scores, ids, counts)
 
 
+def _dense_of_keys(row: Tensor, name: Tensor, score: Tensor, queries: int, k: int, *, smallest: bool) -> Hits:
+    """Compute `dense` by sorting integers, a line a query, which have both score and id."""
+    keys, at = keys_of(score, name, smallest=smallest), row.numpy()
+    if len(at) and (at[1:] < at[:-1]).any():
+        order = at.astype(np.uint16).argsort(kind="stable")  # a radix sort
+        keys, at = keys[order], at[order]
+    sizes = np.bincount(at, minlength=queries)
+    lines = np.full((queries, int(sizes.max(initial=0))), NONE)
+    lines[at, np.arange(len(at)) - (sizes.cumsum() - sizes)[at]] = keys
+    scores, ids = (torch.from_numpy(each) for each in best(lines, k, smallest=smallest))
+    counts = torch.from_numpy(sizes).clamp_(max=k)
+    absent = torch.arange(scores.shape[1], device="cpu") >= counts.unsqueeze(1)
+    return Hits(scores.masked_fill_(absent, float("inf" if smallest else "-inf")), ids.masked_fill_(absent, -1), counts)
+
+
 def _ranked(row: Tensor, name: Tensor | None, score: Tensor, queries: int) -> tuple[Tensor, Tensor]:
     """Return the order by query, falling score and id, and the rank of each entry in its query."""
-    order = torch.arange(len(row), device=row.device) if name is None else name.argsort(stable=True)
-    order = order[score[order].argsort(descending=True, stable=True)]
-    if queries > 1:
+    numbers = torch.arange(len(row), device=row.device) if name is None else name
+    if row.device.type == "cpu" and _short(numbers, queries):
+        ranks = keys_of(score, numbers, smallest=False).argsort()
+        ranks = ranks[row.numpy()[ranks].astype(np.uint16).argsort(kind="stable")]  # which is a radix sort
+        order = torch.from_numpy(ranks)
+    else:
+        order = numbers.argsort(stable=True)
+        order = order[score[order].argsort(descending=True, stable=True)]
         order = order[row[order].argsort(stable=True)]
     counts = torch.bincount(row, minlength=queries)
     starts = counts.cumsum(0) - counts
     return order, torch.arange(len(row), device=row.device) - starts[row[order]]
+
+
+def _short(name: Tensor, queries: int) -> bool:
+    """Return whether ids fit a key beside their scores, and queries 16 bits."""
+    return queries <= 1 << 16 and (not len(name) or (int(name.min()) >= 0 and int(name.max()) < 1 << 31))
 
 
 @dataclass(slots=True)
@@ -491,6 +567,10 @@ class Part:
 
     def _decided(self, found: Found) -> Found:
         """Raise the bounds T to the k-th largest quick scores, and drop the rows below."""
+        if len(found.row) <= self.wanted:
+            return found
+        if self.device.type == "cpu" and int(torch.bincount(found.query).max()) <= self.wanted:
+            return found
         whole = self.metric == "hamming" or not bool(self.error.any())
         name = (found.row if self.ids is None else self.ids[found.row]) if whole else None
         order, rank = _ranked(found.query, name, found.score, len(self.q))
