@@ -2,6 +2,7 @@
 
 import codecs
 import copy
+import itertools
 import math
 import queue
 import time
@@ -13,7 +14,7 @@ from serving_models import GREEDY, drain, generated, llama, prompt, read
 
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost, ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, quantize
-from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling
+from accelerant.nn.serving import Engine, Finished, PromptLogprobs, Sampling, scheduler
 from accelerant.nn.serving.engine import StoppingText
 from refusals import assert_raises
 
@@ -38,6 +39,30 @@ def test_greedy_answers_are_those_of_generate(model, fast, budget):
             assert end.usage.completion_tokens == 12
         counts = engine.metrics()
     assert counts["running"] == counts["waiting"] == counts["blocks_used"] == 0
+
+
+def test_prompts_are_cut_where_others_wait_for_their_next_token(model, monkeypatch):
+    pace, rows = scheduler.Pace(), [SimpleNamespace(count=1, sequence=SimpleNamespace(drafts=0))] * 2
+    pace.note(rows, 0.02)
+    pace.note([*rows, SimpleNamespace(count=9, sequence=SimpleNamespace(drafts=0))], 0.029)
+    pace.note([SimpleNamespace(count=4, sequence=SimpleNamespace(drafts=3))], 0.02)  # proposed tokens are no prompt
+    assert (pace.single_s, pace.token_s) == pytest.approx((0.02, 0.001))
+    assert [pace.prompt_tokens(2, others, 200) for others in (0, 1, 50)] == [20, 40, 200]
+    assert pace.prompt_tokens(0, 3, 200) == 200  # nobody waits for a token
+    assert scheduler.Pace(0.001, 0.001).prompt_tokens(2, 0, 200) == 200  # too short to be felt
+    assert scheduler.Pace(0.02, 1.0).prompt_tokens(2, 0, 200) == 16
+    with Engine(model, 64, 200, start=False) as engine:
+        engine._scheduler.pace = pace
+        monkeypatch.setattr(scheduler.Pace, "note", lambda *_: None)
+        answers = [engine.submit(prompt(5), GREEDY, max_tokens=30)]
+        engine.step()
+        answers.append(engine.submit(prompt(100), GREEDY, max_tokens=5))
+        computed = [engine.step() and engine.metrics()["tokens_computed"] for _ in range(7)]
+        assert [after - before for before, after in itertools.pairwise(computed)] == [21, 21, 21, 21, 2, 2]
+        while engine.step():
+            pass
+        assert read(answers[0])[0] == generated(model, prompt(5), 30)
+        assert read(answers[1])[0] == generated(model, prompt(100), 5)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers(model):

@@ -14,6 +14,7 @@ import hashlib
 import queue
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -229,7 +230,8 @@ class Engine:
     Args:
         model: with `forward_paged`, such as accelerant.nn.Llama; on its device, in eval mode while the engine works.
         blocks: of the cache; one holds block_size tokens.
-        max_batch_tokens: most tokens that a step computes; longer prompts are split.
+        max_batch_tokens: most tokens that a step computes; longer prompts are split. On a CPU a step that single tokens
+            take part in computes fewer of prompts, so that the others' next tokens come in about twice the time.
         block_size: tokens of a block.
         fast: True lets the kernels choose their order of summation by the batch: a request's tokens may then differ
             from run to run.
@@ -273,7 +275,8 @@ class Engine:
         self._unread: tuple[list[Row], Drawn] | None = None
         self._graphs: dict[StepShape, tuple[Tensor, Graph, Tensor]] = {}
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
-        self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate)
+        pace = scheduler.Pace() if start and self._device.type == "cpu" else None
+        self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate, pace)
         self._warm()
         self._lock = fork_safe(threading.RLock())  # an Answer that is collected cancels, on any thread
         self._wake = fork_safe(threading.Condition(self._lock))
@@ -476,12 +479,15 @@ class Engine:
         with self._lock:
             self._take_requests()
             rows = self._scheduler.plan()
+        began = time.perf_counter()
         try:
             drawn = self._compute(rows) if rows else None
         except Exception as error:  # noqa: BLE001  the engine goes on with the others
             self._fail(rows, error)
         else:
             if drawn is not None:
+                if self._scheduler.pace is not None:
+                    self._scheduler.pace.note(rows, time.perf_counter() - began)
                 self._advance(rows)
                 self._unread = rows, drawn
         if before is not None:

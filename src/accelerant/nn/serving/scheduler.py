@@ -231,11 +231,44 @@ class Row:
         return self.begin + self.count - self.samples + 1
 
 
+_LEAST_PROMPT = 16
+"""Tokens of prompts that a step computes at least."""
+
+_SHORT_S = 0.01
+"""Steps of single tokens that are shorter leave room for any prompt."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Running means of a step's time: without prompts, and what each token of a prompt adds to it."""
+
+    single_s: float = 0.0
+    token_s: float = 0.0
+
+    def note(self, rows: list[Row], seconds: float) -> None:
+        """Take account of a step."""
+        tokens = sum(row.count for row in rows if row.count > 1 + row.sequence.drafts)
+        if not tokens:
+            self.single_s += (seconds - self.single_s) / (8 if self.single_s else 1)
+        elif self.single_s:
+            each = max(seconds - self.single_s, 0.0) / tokens
+            self.token_s += (each - self.token_s) / (8 if self.token_s else 1)
+
+    def prompt_tokens(self, single: int, others: int, most: int) -> int:
+        """Return how many tokens of prompts about double the step of `single` rows, for each one that waits."""
+        if not single or not self.token_s or self.single_s < _SHORT_S:
+            return most
+        return min(most, max(_LEAST_PROMPT, int(self.single_s / self.token_s * (1 + others))))
+
+
 class Scheduler:
     """The sequences of an engine, and what the next step computes of them."""
 
-    def __init__(self, pool: BlockPool, block_size: int, max_batch_tokens: int, speculate: int) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, max_batch_tokens: int, speculate: int, pace: Pace | None = None
+    ) -> None:
         self.pool, self.block_size, self.budget, self.speculate = pool, block_size, max_batch_tokens, speculate
+        self.pace = pace
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of arrival
         self.preemptions = 0
@@ -255,19 +288,23 @@ class Scheduler:
         rows: list[Row] = []
         left, unscored = self.budget, _MOST_SCORED
         share = left // max(1, len(self.running))  # drafts must not take the turn of others
+        prompts = self._prompt_tokens()
         for sequence in list(self.running):
             if left < 1:
                 break
             if sequence.state != "running" or sequence.full:  # preempted for one that came before it, or at its end
                 continue
             missing = sequence.length - sequence.computed
-            count = min(missing, left if sequence.scored == sequence.prompt else min(left, unscored))
+            most = left if missing == 1 else min(left, prompts)
+            count = min(missing, most if sequence.scored == sequence.prompt else min(most, unscored))
             if not count or not self._grow(sequence, sequence.computed + count):
                 continue
             if self.speculate and missing == 1:
                 sequence.drafts = self._drafts(sequence, min(share, left) - 1)
             rows.append(self._row(sequence, count + sequence.drafts))
             left, unscored = left - rows[-1].count, unscored - rows[-1].known
+            prompts -= count if missing > 1 else 0
+        left = min(left, prompts)
         while left > 0 and unscored > 0 and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
@@ -275,6 +312,13 @@ class Scheduler:
             rows.append(self._row(sequence, min(sequence.length - sequence.computed, most)))
             left, unscored = left - rows[-1].count, unscored - rows[-1].known
         return rows
+
+    def _prompt_tokens(self) -> int:
+        """Return how many tokens of prompts the next step may compute."""
+        if self.pace is None:
+            return self.budget
+        single = sum(each.length - each.computed == 1 for each in self.running)
+        return self.pace.prompt_tokens(single, len(self.running) + len(self.waiting) - single - 1, self.budget)
 
     def _drafts(self, sequence: Sequence, most: int) -> int:
         """Propose tokens for which there are blocks without preempting anyone, and hold those; return their number."""
