@@ -15,9 +15,10 @@ def searched(vectors, query, bits=8, device="cpu"):
     public, private = search.keygen(vectors.shape[1], bits)
     server = search.PrivateSearch(vectors, bfv.PublicKey.from_bytes(public.to_bytes(), device=device), query_bits=bits)
     sent = search.encrypt_query(private, query, bits=bits).to_bytes()
-    scores = server.scores(bfv.Ciphertext.from_bytes(sent, server._public))
+    answer = server.scores(bfv.Ciphertext.from_bytes(sent, server._public)).to_bytes()
+    scores = bfv.Ciphertext.from_bytes(answer, public)
     assert scores.budget_bits < private.noise_budget(scores) < scores.budget_bits + 20
-    return search.decrypt_scores(private, bfv.Ciphertext.from_bytes(scores.to_bytes(), public), len(vectors))
+    return search.decrypt_scores(private, scores, len(vectors))
 
 
 @pytest.mark.parametrize(("count", "d", "bits"), [
