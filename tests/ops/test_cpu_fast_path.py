@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -356,6 +357,29 @@ def differentiated(function, args, options):
     wanted = list({id(x): x for x in args if isinstance(x, torch.Tensor) and x.requires_grad}.values())
     loss = sum(y.float().square().sum() for y in ys if y.requires_grad)
     return [*ys, *(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_no_tensor_of_a_call_is_kept(name, elsewhere, monkeypatch):
+    """Neither on a CPU nor on a GPU, whose tensors are of a CPU here."""
+    for path in [each for each in gc.get_objects() if isinstance(each, CpuFastPath)]:
+        path._known.clear()
+        path._usual = path._last = _differentiable._NO_KIND
+    if elsewhere:
+        monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False), raising=False)
+    function, args, options = CALLS[name]
+    own = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+    for _ in range(6):
+        differentiated(function, own, options)
+    refs = [weakref.ref(x) for x in own if isinstance(x, torch.Tensor)]
+    gc.disable()
+    try:
+        del own
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.sample(5)

@@ -371,7 +371,8 @@ class CpuFastPath:
             self._known.clear()
         self._usual = self._last = _NO_KIND
         check, grad = _check_of(tensors), is_grad_enabled() if any(x.requires_grad for x in tensors) else None
-        kind = _Kind(len(values), len(tensors), check, values[-1], tuple(options), grad, small, **serves)
+        last = values[-1] if others else None  # a tensor would be kept, with the graph that it is the result of
+        kind = _Kind(len(values), len(tensors), check, last, tuple(options), grad, small, **serves)
         earlier = self._known.get(tensors[0].shape, ())[: _KINDS_LIMIT - 1]
         self._known[tensors[0].shape] = ((others, tuple(kind)), *earlier)
 
