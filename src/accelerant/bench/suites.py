@@ -29,19 +29,10 @@ from torch import Tensor
 from accelerant import ops
 from accelerant.algebra.field.field import prime_field
 from accelerant.algebra.field.program import field_add_source
+from accelerant.bench import timer
 from accelerant.bench.neural_cases import OpCase, PlannedCase, call_of, runners_of
 from accelerant.bench.record import DEVICE, OURS, BenchmarkRecord, Environment, Row, environment_variable, failure_note
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
-from accelerant.bench.timer import (
-    Timing,
-    back_to_back_ms,
-    cpu_time_ms,
-    first_ms,
-    host_time_us,
-    measure_link,
-    time_ms,
-    wall_ms,
-)
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops.registry import public_op
@@ -94,7 +85,7 @@ def _target(row: Row) -> float | None:
 
 
 def _host_row(run: SuiteRun, op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
-    timing = host_time_us(fn).beside(back_to_back_ms(fn, run.torch_device, budget_s=0.05))
+    timing = timer.host_time_us(fn).beside(timer.back_to_back_ms(fn, run.torch_device, budget_s=0.05))
     return Row("runtime", op, case, runner, implementation, "us").timed(timing)
 
 
@@ -162,9 +153,9 @@ def _compiles(device: ComputeDevice) -> list[Row]:
                     if case == "warm":
                         provider.compile(source, device=device.index)
                     compile_ = functools.partial(provider.compile, source, device=device.index)
-                    samples.append(first_ms(compile_, torch.device("cpu")))
+                    samples.append(timer.first_ms(compile_, torch.device("cpu")))
             row = Row("runtime", "compile", f"{name}, {case} cache", OURS, provider.name)
-            rows.append(row.timed(Timing.of(samples, wall=True)))
+            rows.append(row.timed(timer.Timing.of(samples, wall=True)))
     return rows
 
 
@@ -180,10 +171,10 @@ def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
         "runtime", "stream", f"{label}, {work.memory}", "", "", bytes=work.array.nbytes, ceiling="host to device",
     )  # fmt: skip
     runs: list[ChunkedRun] = []
-    streamed = wall_ms(lambda: runs.append(work.streamed()), where, budget_s=budget_s, least=5)
+    streamed = timer.wall_ms(lambda: runs.append(work.streamed()), where, budget_s=budget_s, least=5)
     first = work.out.clone()
     work.out.zero_()
-    sequence = wall_ms(work.in_sequence, where, budget_s=budget_s, least=5)
+    sequence = timer.wall_ms(work.in_sequence, where, budget_s=budget_s, least=5)
     error = float((first.double() - work.out.double()).norm() / work.out.double().norm())
     if not error <= _ALLOWED_ERROR:
         raise AccelerantError(f"stream_chunks: relative error {error:.3g} against the same chunks in sequence")
@@ -199,7 +190,7 @@ def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
     return [
         replace(ours, note=parts).timed(streamed),
         replace(base, runner="in sequence", implementation="torch, one stream").timed(sequence),
-        overlap.timed(Timing.of([run.overlap for run in runs])),
+        overlap.timed(timer.Timing.of([run.overlap for run in runs])),
     ]
 
 
@@ -263,8 +254,8 @@ def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
             return [result.result() for result in pending]
 
         torch.testing.assert_close(batched(), one_by_one(), rtol=1e-5, atol=1e-6, msg=differs)
-        merged, single = (wall_ms(call, where, budget_s=budget_s) for call in (batched, one_by_one))
-        plain = wall_ms(lambda: [F.gelu(x) for x in xs], where, budget_s=budget_s)
+        merged, single = (timer.wall_ms(call, where, budget_s=budget_s) for call in (batched, one_by_one))
+        plain = timer.wall_ms(lambda: [F.gelu(x) for x in xs], where, budget_s=budget_s)
     ours = replace(base, runner=OURS, implementation="batch()", target_x=_BATCH_X if run.gpu else None)
     gain = replace(base, op="batch gain", runner=OURS, implementation="one by one / batch()", unit="x", better="higher")
     return [
@@ -333,7 +324,7 @@ class BandwidthSuite(Suite):
         run.require_ceiling("copy", self.budget_s)
         run.progress("ceiling: link")
         largest = max(parse_sizes(self.size or ()), default=None)
-        run.record.ceilings |= measure_link(run.torch_device, size=largest, budget_s=self.budget_s)
+        run.record.ceilings |= timer.measure_link(run.torch_device, size=largest, budget_s=self.budget_s)
         if not run.gpu:
             run.record.notes.append("bandwidth: no pinned memory without a GPU; host and device are one memory here")
 
@@ -358,7 +349,7 @@ def _measure(size: int, budget_s: float, run: SuiteRun) -> None:
 
     def add(row: Row, by_events: bool, call: Callable[[], Any], result: Callable[[], Tensor] | None = None) -> None:
         """Add a row of a copy, whose bytes are those of `result`."""
-        row = row.timed((time_ms if by_events else wall_ms)(call, where, budget_s=budget_s))
+        row = row.timed((timer.time_ms if by_events else timer.wall_ms)(call, where, budget_s=budget_s))
         if result is not None and not torch.equal(result().to("cpu"), pageable):
             raise AccelerantError(f"{row.op} {row.case} by {row.implementation}: other bytes came than were sent")
         run.add(row)
@@ -603,14 +594,14 @@ class AlgebraSuite(Suite):
             try:
                 if wrong := first_wrong(x, y, call()):
                     raise AccelerantError(f"{row.op} by {row.runner}: {wrong}")
-                row = row.timed(time_ms(call, run.torch_device, budget_s=self.budget_s))
+                row = row.timed(timer.time_ms(call, run.torch_device, budget_s=self.budget_s))
             except Exception as error:
                 if row.runner == "accelerant":
                     raise
                 run.add(replace(row, implementation="", note=failure_note(error)))
                 continue
             if self.cpu and run.gpu and row.runner == "accelerant" and row.op == "field_add":
-                taken, note = cpu_time_ms(
+                taken, note = timer.cpu_time_ms(
                     lambda rows: functools.partial(_add, x[:rows], y[:rows]), n, budget_s=self.budget_s
                 )
                 row = replace(row, cpu_ms=taken, cpu_note=note)

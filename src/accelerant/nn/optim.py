@@ -20,25 +20,8 @@ from torch import Tensor
 from accelerant._renamed import understood_arguments
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.layers import dtype_of
+from accelerant.ops import multi_tensor
 from accelerant.ops._library import is_distributed, is_ordinary, is_plain, name_of
-from accelerant.ops.multi_tensor import (
-    DTYPES,
-    AdamWGroup,
-    SGDGroup,
-    Tensors,
-    Update,
-    Workspace,
-    adamw_step,
-    case_of,
-    check,
-    clip_step,
-    global_norm,
-    sgd_step,
-    torch_adamw,
-    torch_clip,
-    torch_norm,
-    torch_sgd,
-)
 from accelerant.runtime.dispatch import Operation
 from accelerant.runtime.streams.stream import capturing
 
@@ -159,11 +142,11 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         for name in self._non_negative:
             _check_non_negative(name, group[name])
         for i, param in enumerate(group["params"]):
-            if param.dtype not in DTYPES:
-                supported = ", ".join(map(name_of, DTYPES))
+            if param.dtype not in multi_tensor.DTYPES:
+                supported = ", ".join(map(name_of, multi_tensor.DTYPES))
                 raise UnsupportedDtype(f"optimizers take {supported}; parameter {i} is {name_of(param.dtype)}")
 
-    def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup | SGDGroup:
+    def _group(self, group: dict[str, Any], device: torch.device) -> multi_tensor.AdamWGroup | multi_tensor.SGDGroup:
         raise NotImplementedError
 
     def _needs(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
@@ -171,7 +154,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         has_master = self.defaults["master_weights"] and param.dtype in _LOW
         return (*self._names, "master") if has_master else self._names
 
-    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
+    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> multi_tensor.Tensors:
         raise NotImplementedError
 
     def _added_decays(self, owned: _DeviceParameters) -> list[float]:
@@ -185,7 +168,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self._subsets: dict[tuple[torch.device, tuple[int, ...]], _DeviceParameters] = {}
         self._seen: tuple[Any, ...] = ()
         if not hasattr(self, "_workspaces"):
-            self._workspaces: dict[torch.device, Workspace] = {}
+            self._workspaces: dict[torch.device, multi_tensor.Workspace] = {}
 
     @_without_dynamo
     def _update(self) -> None:
@@ -230,18 +213,18 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             return
         tensors = self._tensors(owned, grads, new)
         if owned.distributed:
-            columns: dict[str, Any] = dict(zip(Tensors._fields[:6], tensors[:6], strict=True))
+            columns: dict[str, Any] = dict(zip(multi_tensor.Tensors._fields[:6], tensors[:6], strict=True))
             columns = {name: [None if x is None else _local(x) for x in each] for name, each in columns.items()}
             tensors = tensors._replace(**columns)
         if (workspace := self._workspaces.get(device)) is None:
-            workspace = self._workspaces[device] = Workspace(device)
+            workspace = self._workspaces[device] = multi_tensor.Workspace(device)
         groups = [self._group(group, device) for group in self.param_groups]
         scale, found_inf = (  # of torch.amp.GradScaler
             None if value is None else value.to(device, torch.float32, non_blocking=True)
             for value in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         )
         most = self.defaults["max_grad_norm"]
-        update = Update(tensors, groups, workspace, max_norm=most, grad_scale=scale, found_inf=found_inf)
+        update = multi_tensor.Update(tensors, groups, workspace, max_norm=most, grad_scale=scale, found_inf=found_inf)
         decays = self._added_decays(owned)
         if update.max_norm is not None and (owned.distributed or decays):
             norm = _norm_over_processes(grads)
@@ -259,18 +242,18 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 params = torch._foreach_mul(params, update.grad_scale)
             update.tensors = tensors = tensors._replace(grads=list(torch._foreach_add(tensors.grads, params)))
         if not owned.ordinary or not is_plain(tensors.params[0]):
-            (torch_adamw if self._op is adamw_step else torch_sgd)(update)
+            (multi_tensor.torch_adamw if self._op is multi_tensor.adamw_step else multi_tensor.torch_sgd)(update)
             return
         update.table = workspace.table(tensors)
         options = (*((self._option,) if self._option else ()), *(("clipped",) if update.max_norm is not None else ()))
-        self._op(case_of(update.table, device, *options), update)
+        self._op(multi_tensor.case_of(update.table, device, *options), update)
         torch.autograd.graph.increment_version(owned.params)
 
     def _complete(self, device: torch.device, owned: _DeviceParameters, grads: list[Tensor]) -> tuple[int, ...]:
         """Create missing state tensors; return the indices of parameters whose momentum buffer is new."""
         if owned.complete:
             return ()
-        check(Tensors(owned.params, grads, [], [], [], [], []))
+        multi_tensor.check(multi_tensor.Tensors(owned.params, grads, [], [], [], [], []))
         new = []
         for i, (param, state) in enumerate(zip(owned.params, owned.states, strict=True)):
             names = self._needs(param, self.param_groups[owned.groups[i]])
@@ -334,7 +317,7 @@ class AdamW(MultiTensorOptimizer):
 
     _names = ("step", "exp_avg", "exp_avg_sq")
     _non_negative = ("lr", "eps", "weight_decay")
-    _op = adamw_step
+    _op = multi_tensor.adamw_step
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -360,16 +343,16 @@ class AdamW(MultiTensorOptimizer):
         if group["amsgrad"]:
             raise ConfigError(f"amsgrad=True is not supported: use torch.optim.{type(self).__name__}")
 
-    def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup:
+    def _group(self, group: dict[str, Any], device: torch.device) -> multi_tensor.AdamWGroup:
         beta1, beta2 = group["betas"]
         rate = _learning_rate(group["lr"], device)
-        return AdamWGroup(rate, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
+        return multi_tensor.AdamWGroup(rate, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
 
-    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
+    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> multi_tensor.Tensors:
         states = owned.states
         first, second = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
         counters = [state["step"] for state in states]
-        return Tensors(owned.params, grads, first, second, self._masters(owned), counters, owned.groups)
+        return multi_tensor.Tensors(owned.params, grads, first, second, self._masters(owned), counters, owned.groups)
 
 
 @understood_arguments(learning_rate="lr")
@@ -387,7 +370,7 @@ class Adam(AdamW):
         for group in (self.defaults, *self.param_groups):
             group["decoupled_weight_decay"] = decoupled_weight_decay
 
-    def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup:
+    def _group(self, group: dict[str, Any], device: torch.device) -> multi_tensor.AdamWGroup:
         return super()._group(group if group["decoupled_weight_decay"] else {**group, "weight_decay": 0.0}, device)
 
     def _added_decays(self, owned: _DeviceParameters) -> list[float]:
@@ -408,7 +391,7 @@ class SGD(MultiTensorOptimizer):
 
     _names = ("momentum_buffer",)
     _non_negative = ("lr", "momentum", "weight_decay")
-    _op = sgd_step
+    _op = multi_tensor.sgd_step
     _option = "sgd"
 
     def __init__(
@@ -430,26 +413,26 @@ class SGD(MultiTensorOptimizer):
             got = f"{group['momentum']} and {group['dampening']}"
             raise ConfigError(f"nesterov needs a momentum above 0 and no dampening; got {got}")
 
-    def _group(self, group: dict[str, Any], device: torch.device) -> SGDGroup:
+    def _group(self, group: dict[str, Any], device: torch.device) -> multi_tensor.SGDGroup:
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
-        return SGDGroup(_learning_rate(group["lr"], device), *(group[name] for name in names))
+        return multi_tensor.SGDGroup(_learning_rate(group["lr"], device), *(group[name] for name in names))
 
     def _needs(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         names = super()._needs(param, group)
         return names if group["momentum"] else names[1:]
 
-    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
+    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> multi_tensor.Tensors:
         first: list[Tensor | None] = []
         if any([group["momentum"] for group in self.param_groups]):  # noqa: C419  a list is faster
             first = [
                 state.get("momentum_buffer") if self.param_groups[number]["momentum"] else None
                 for state, number in zip(owned.states, owned.groups, strict=True)
             ]
-        return Tensors(owned.params, grads, first, [], self._masters(owned), [], owned.groups, new)
+        return multi_tensor.Tensors(owned.params, grads, first, [], self._masters(owned), [], owned.groups, new)
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------
-_clipping: dict[torch.device, Workspace] = {}
+_clipping: dict[torch.device, multi_tensor.Workspace] = {}
 
 
 def _local(x: Tensor) -> Tensor:
@@ -473,7 +456,7 @@ def _norm_over_processes(grads: Iterable[Tensor]) -> Tensor:
         parts.setdefault(groups, []).append(_local(grad))
     squares = []
     for groups, local in parts.items():
-        square = torch_norm(local)[0].double().square()
+        square = multi_tensor.torch_norm(local)[0].double().square()
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)
@@ -513,12 +496,12 @@ def clip_grad_norm_(
     if any(map(is_distributed, grads)):
         norm = _norm_over_processes(grads).to(torch.promote_types(grads[0].dtype, torch.float32))
         _require_finite(norm, error_if_nonfinite)
-        torch_clip([_local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        multi_tensor.torch_clip([_local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
     if not is_plain(grads[0]) or not all(map(is_ordinary, grads)):
-        norm, scale = torch_norm(grads, max_norm)
+        norm, scale = multi_tensor.torch_norm(grads, max_norm)
         _require_finite(norm, error_if_nonfinite)
-        torch_clip(grads, scale)
+        multi_tensor.torch_clip(grads, scale)
         return norm
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
@@ -526,17 +509,17 @@ def clip_grad_norm_(
     calls = []
     for device, local in by_device.items():
         if (workspace := _clipping.get(device)) is None:
-            workspace = _clipping[device] = Workspace(device)
-        table = workspace.table(Tensors([], local, [], [], [], [], []))
-        case = case_of(table, device)
-        calls.append((case, local, table, global_norm(case, local, table, float(max_norm))))
+            workspace = _clipping[device] = multi_tensor.Workspace(device)
+        table = workspace.table(multi_tensor.Tensors([], local, [], [], [], [], []))
+        case = multi_tensor.case_of(table, device)
+        calls.append((case, local, table, multi_tensor.global_norm(case, local, table, float(max_norm))))
     norm, scale = calls[0][3]
     if len(calls) > 1:
         norm = torch.linalg.vector_norm(torch.stack([partial[0].to(norm) for *_, partial in calls]))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     _require_finite(norm, error_if_nonfinite)
     for case, local, table, _ in calls:
-        clip_step(case, local, table, scale.to(case.device))
+        multi_tensor.clip_step(case, local, table, scale.to(case.device))
         torch.autograd.graph.increment_version(local)
     return norm
 

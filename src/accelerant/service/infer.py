@@ -19,19 +19,7 @@ import numpy.typing as npt
 from starlette.responses import Response
 
 from accelerant.errors import FormatError
-from accelerant.service.bodies import (
-    ARROW,
-    BINARY,
-    JSON,
-    NPY,
-    SAFETENSORS,
-    Values,
-    datatype_of,
-    read_kserve,
-    read_tensors,
-    write_kserve,
-    write_tensors,
-)
+from accelerant.service import bodies
 from accelerant.service.errors import Refused
 from accelerant.service.guard import authorize, read_body
 from accelerant.service.jobs.service import JobService
@@ -40,7 +28,7 @@ from accelerant.service.operations import OpSpec, Parameters
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import RequestRecord
 
-FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
+FORMATS = (bodies.JSON, bodies.BINARY, bodies.SAFETENSORS, bodies.NPY, bodies.ARROW)
 _TYPE, _LENGTH = b"content-type", b"inference-header-content-length"
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, unless it is told otherwise
 _ENVELOPE = ("priority", "timeout", "binary_data_output")
@@ -121,7 +109,7 @@ class Inference:
         if call.is_job:
             job = asdict(await self.jobs.submit(request))
             place = f"/jobs/{job['id']}".encode()
-            return Answer(json.dumps({"job": job}).encode(), [(_TYPE, JSON.encode()), (b"location", place)], 202)
+            return Answer(json.dumps({"job": job}).encode(), [(_TYPE, bodies.JSON.encode()), (b"location", place)], 202)
         self.hold(record, call.result_bytes)
         results, device = await self.jobs.call_on(request)
         if call.outputs is not None:
@@ -164,25 +152,25 @@ class Inference:
     def _parsed(
         self, operation: OpSpec, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes], body: bytes,
         size: int | None,
-    ) -> tuple[_InferenceCall, JobRequest, Values]:  # fmt: skip
+    ) -> tuple[_InferenceCall, JobRequest, bodies.Values]:  # fmt: skip
         """Return the call, its request, and the tensors in the body's order."""
         settings, accept = self.settings, headers.get(b"accept", b"*/*").decode("latin-1")
-        media = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
+        media = headers.get(b"content-type", bodies.JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         identity, usual = None, media
         binary: bool | frozenset[str] = False
         outputs: tuple[str, ...] | None = None
-        if size is not None or media in (JSON, BINARY, _CURL):
+        if size is not None or media in (bodies.JSON, bodies.BINARY, _CURL):
             if scope["query_string"]:
                 raise FormatError("parameters belong into the body's JSON; the query is for other formats")
-            head, values = read_kserve(body, size, "inputs", most_json=settings.json_bytes)
+            head, values = bodies.read_kserve(body, size, "inputs", most_json=settings.json_bytes)
             identity, parameters = head.get("id"), head.get("parameters", {})
             if not isinstance(parameters, dict) or not isinstance(identity, str | None):
                 raise FormatError("parameters must be an object, and id a string")
             binary, outputs = _asked_outputs(operation, head, parameters)
-            usual = BINARY if binary else JSON
+            usual = bodies.BINARY if binary else bodies.JSON
         elif media in FORMATS:
             names = [spec.name for spec in operation.inputs]
-            values = read_tensors(media, body, names, most_json=settings.json_bytes)
+            values = bodies.read_tensors(media, body, names, most_json=settings.json_bytes)
             parameters = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         else:
             raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
@@ -294,7 +282,7 @@ def _asked_outputs(
     return frozenset(name for name in asked if asked[name]), tuple(asked)
 
 
-def _inputs(operation: OpSpec, values: Values) -> dict[str, npt.NDArray[Any]]:
+def _inputs(operation: OpSpec, values: bodies.Values) -> dict[str, npt.NDArray[Any]]:
     """Return the operation's inputs, in its order; FormatError for a missing, unknown or ill-typed one."""
     inputs: dict[str, npt.NDArray[Any]] = {}
     names = [spec.name for spec in operation.inputs]
@@ -307,7 +295,7 @@ def _inputs(operation: OpSpec, values: Values) -> dict[str, npt.NDArray[Any]]:
             if spec.optional:
                 continue
             raise FormatError(f"input {name!r} of {operation.name} is missing; it takes {', '.join(names)}")
-        datatype = datatype_of(value)
+        datatype = bodies.datatype_of(value)
         if spec.datatypes == ("BYTES",):
             if datatype not in ("BYTES", "UINT8"):
                 raise FormatError(f"input {name!r} must be BYTES, got {datatype}")
@@ -324,14 +312,14 @@ async def written(
 ) -> Answer:  # fmt: skip
     """Return the answer with an operation's outputs, to a call or in a format; Refused if too much would be JSON."""
     size = sum(x.nbytes for x in results.values())
-    binary: bool | frozenset[str] = call.binary if call is not None and call.binary else format == BINARY
-    if size > json_bytes and format in (JSON, BINARY) and binary is not True:
+    binary: bool | frozenset[str] = call.binary if call is not None and call.binary else format == bodies.BINARY
+    if size > json_bytes and format in (bodies.JSON, bodies.BINARY) and binary is not True:
         listed = sum(x.nbytes for name, x in results.items() if not binary or name not in binary)
         if listed > json_bytes:  # its text would be several times as long, and hold up other requests
             raise Refused(
                 413, "ResultTooLarge",
                 f"{listed:,} bytes of results are too many for JSON; the limit is {json_bytes:,}: ask for bytes "
-                f"(Accept: {BINARY})",
+                f"(Accept: {bodies.BINARY})",
             )  # fmt: skip
     write: Callable[[], Answer] = lambda: _write(operation, results, format, binary, call)  # noqa: E731
     return write() if size < _IN_THREAD_BYTES else await asyncio.to_thread(write)
@@ -341,12 +329,12 @@ def _write(
     operation: OpSpec, results: Mapping[str, npt.NDArray[Any]], format: str,
     binary: bool | frozenset[str], call: _InferenceCall | None,
 ) -> Answer:  # fmt: skip
-    values: Values = dict(results)
+    values: bodies.Values = dict(results)
     for spec in operation.outputs:
         if spec.datatypes == ("BYTES",) and spec.name in values:
             values[spec.name] = results[spec.name].tobytes()
-    if format not in (JSON, BINARY):
-        return Answer(write_tensors(format, values), [(_TYPE, format.encode())])
+    if format not in (bodies.JSON, bodies.BINARY):
+        return Answer(bodies.write_tensors(format, values), [(_TYPE, format.encode())])
     head: dict[str, Any] = {"model_name": operation.name, "model_version": "1"}
     if call is not None and call.id is not None:
         head["id"] = call.id
@@ -354,12 +342,12 @@ def _write(
         text = _binary_head(operation.name, tuple((name, x.dtype, x.shape) for name, x in results.items()))
         body = b"".join([text, *(np.ascontiguousarray(x).data for x in results.values())])
         return _binary(body, len(text))
-    content, length = write_kserve(head, "outputs", values, binary)
-    return Answer(content, [(_TYPE, JSON.encode())]) if length is None else _binary(content, length)
+    content, length = bodies.write_kserve(head, "outputs", values, binary)
+    return Answer(content, [(_TYPE, bodies.JSON.encode())]) if length is None else _binary(content, length)
 
 
 def _binary(body: bytes, length: int) -> Answer:
-    return Answer(body, [(_TYPE, BINARY.encode()), (_LENGTH, b"%d" % length)])
+    return Answer(body, [(_TYPE, bodies.BINARY.encode()), (_LENGTH, b"%d" % length)])
 
 
 @functools.lru_cache(maxsize=_HEADS_KEPT)
@@ -368,7 +356,7 @@ def _binary_head(name: str, arrays: tuple[tuple[str, np.dtype[Any], tuple[int, .
     outputs = [
         {
             "name": each,
-            "datatype": datatype_of(np.empty(0, dtype)),
+            "datatype": bodies.datatype_of(np.empty(0, dtype)),
             "shape": shape,
             "parameters": {"binary_data_size": math.prod(shape) * dtype.itemsize},
         }

@@ -46,18 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve import launch as curve_launch
-from accelerant.algebra.curve.llvm_kernels import (
-    Element,
-    Elements,
-    Lanes,
-    Pair,
-    Scratch,
-    batch_add,
-    curve_program,
-    from_memory,
-    functions,
-    store_affine,
-)
+from accelerant.algebra.curve import llvm_kernels
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_kernels import entry_functions, host_form, packed_field
@@ -87,7 +76,7 @@ def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'msm_{known}' for known in _ENTRIES)}")
     arguments, _ = _ENTRIES[entry.removeprefix("msm_")]
     kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in arguments)
-    builder = curve_program(_text, curve, entry, form, _LEAST_SHARES[entry])
+    builder = llvm_kernels.curve_program(_text, curve, entry, form, _LEAST_SHARES[entry])
     return KernelSource("_".join(filter(None, (entry, curve, form))), {"llvm": builder}, {entry: kinds}, targets=())
 
 
@@ -95,7 +84,7 @@ def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
 def _text(name: str, entry: str, kind: str) -> str:
     curve = curve_of(name)
     form = packed_field(curve.coordinates.base, kind)
-    parts = [] if entry == "msm_recode" else list(functions(name, kind))
+    parts = [] if entry == "msm_recode" else list(llvm_kernels.functions(name, kind))
     if entry == "msm_sum":
         parts += [_pairs(curve, form), _copy(curve, form)]
     return program([*parts, *entry_functions("msm", _ENTRIES, entry, _POINTERS, curve, form)])
@@ -231,12 +220,12 @@ def _next_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> str:
 
 # --- entries ---------------------------------------------------------------------------------------------------------
 def _enter(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
-    k = Elements(curve.coordinates, form, code)
+    k = llvm_kernels.Elements(curve.coordinates, form, code)
     stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, form.lanes) as i:
-        lanes = Lanes(k, i, stop)
+        lanes = llvm_kernels.Lanes(k, i, stop)
         x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
-        entered = [from_memory(k, k.read(x, part)) for part in range(2)]
+        entered = [llvm_kernels.from_memory(k, k.read(x, part)) for part in range(2)]
         for part, element in enumerate(entered):
             k.write(z, part, element)
 
@@ -252,7 +241,7 @@ def _recode(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None
 
 
 def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
-    k = Elements(curve.coordinates, form, code)
+    k = llvm_kernels.Elements(curve.coordinates, form, code)
     size = {name: code.load("i64", "%sizes", i) for i, name in enumerate(SIZES)}
     with code.loop("%begin", "%end") as worker:
         base = code.at("i8", "%scratch", code.i64("mul", worker, size["scratch"]))
@@ -278,7 +267,7 @@ def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
             number.set(code("atomicrmw add ptr %next, i64 1 monotonic", "i64"))
 
 
-def _add_up(k: Elements, task: _Task, work: WorkerMemory, batch: str) -> None:
+def _add_up(k: llvm_kernels.Elements, task: _Task, work: WorkerMemory, batch: str) -> None:
     """Add in rounds until each bucket has one slot."""
     code = k.code
 
@@ -296,7 +285,7 @@ def _add_up(k: Elements, task: _Task, work: WorkerMemory, batch: str) -> None:
         pairs.set(_next_round(code, task, work))
 
 
-def _signed(k: Elements, array: str, indices: Sequence[str]) -> tuple[list[str], str]:
+def _signed(k: llvm_kernels.Elements, array: str, indices: Sequence[str]) -> tuple[list[str], str]:
     """Return the point indices of a pack of entries, and the mask of their signs."""
     code, packs = k.code, k.packs
     entries = [_load(code, array, index) for index in indices]
@@ -304,11 +293,11 @@ def _signed(k: Elements, array: str, indices: Sequence[str]) -> tuple[list[str],
     return [code.i64("and", entry, SIGN - 1) for entry in entries], sign
 
 
-def _point_addresses(k: Elements, base: str, numbers: Sequence[str]) -> list[str]:
+def _point_addresses(k: llvm_kernels.Elements, base: str, numbers: Sequence[str]) -> list[str]:
     return [k.code.at("i8", base, k.code.i64("mul nsw", number, 2 * k.size)) for number in numbers]
 
 
-def _signed_y(k: Elements, addresses: Sequence[str], sign: str) -> Element:
+def _signed_y(k: llvm_kernels.Elements, addresses: Sequence[str], sign: str) -> llvm_kernels.Element:
     """Read y, or -y where the sign is set."""
     y = k.read(addresses, 1)
     return k.select(sign, k.neg(y), y)
@@ -319,16 +308,16 @@ def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "b", "z", "batch")), "i64 %count"]
     code = FunctionBuilder("msm_pairs", arguments, attributes=NOINLINE)
     small = curve.coordinates.degree == 1 and form.field.limbs <= _INLINED
-    k = Elements(curve.coordinates, form, code, calls=not small)
+    k = llvm_kernels.Elements(curve.coordinates, form, code, calls=not small)
     block = PACKS * form.lanes
     denominators = code.at(form.type, "%batch", PACKS * k.degree)
-    scratch = Scratch("%batch", denominators, code.at(form.type, denominators, PACKS * k.degree))
+    scratch = llvm_kernels.Scratch("%batch", denominators, code.at(form.type, denominators, PACKS * k.degree))
     with code.loop(0, "%count", block) as base:
         last = code.smin(code.i64("add nsw", base, block), "%count")
         rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
 
-        def pair(i: str) -> Pair:
-            indices = Lanes(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
+        def pair(i: str) -> llvm_kernels.Pair:
+            indices = llvm_kernels.Lanes(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
             sources, signs = [], []
             for array in ("%a", "%b"):
                 numbers, sign = _signed(k, array, indices)
@@ -336,10 +325,10 @@ def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
                 signs.append(sign)
             target = _point_addresses(k, "%target", _signed(k, "%z", indices)[0])
 
-            def ys() -> tuple[Element, Element]:
+            def ys() -> tuple[llvm_kernels.Element, llvm_kernels.Element]:
                 return _signed_y(k, sources[0], signs[0]), _signed_y(k, sources[1], signs[1])
 
-            def write(x: Element, y: Element) -> None:
+            def write(x: llvm_kernels.Element, y: llvm_kernels.Element) -> None:
                 k.write(target, 0, x)
                 k.write(target, 1, y)
 
@@ -349,9 +338,9 @@ def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
                         read, locality, data = (constant("i32", value) for value in (0, 3, 1))
                         code.intrinsic("void", "llvm.prefetch.p0", code.at("i8", address, line), read, locality, data)
 
-            return Pair(lambda: (k.read(sources[0], 0), k.read(sources[1], 0)), ys, write, fetch)
+            return llvm_kernels.Pair(lambda: (k.read(sources[0], 0), k.read(sources[1], 0)), ys, write, fetch)
 
-        batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.radix)
+        llvm_kernels.batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.radix)
     code.ret()
     return code
 
@@ -360,9 +349,9 @@ def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     """Build msm_copy(source, target, a, z, count): target[z[i]] = +-source[a[i]]."""
     arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "z")), "i64 %count"]
     code = FunctionBuilder("msm_copy", arguments, attributes=NOINLINE)
-    k = Elements(curve.coordinates, form, code)
+    k = llvm_kernels.Elements(curve.coordinates, form, code)
     with code.loop(0, "%count", form.lanes) as i:
-        indices = Lanes(k, i, "%count").indices
+        indices = llvm_kernels.Lanes(k, i, "%count").indices
         numbers, sign = _signed(k, "%a", indices)
         source = _point_addresses(k, "%source", numbers)
         target = _point_addresses(k, "%target", _signed(k, "%z", indices)[0])
@@ -373,7 +362,7 @@ def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     return code
 
 
-def _weight(k: Elements, task: _Task, work: WorkerMemory, zero: str, partial: str) -> None:
+def _weight(k: llvm_kernels.Elements, task: _Task, work: WorkerMemory, zero: str, partial: str) -> None:
     """Write the sum of b times bucket b of the set whose bucket 0 is at `zero`.
 
     Lane l has the buckets b = lanes j + l + 1. From the highest j down, R = R + bucket and S = S + R give S, the sum of
@@ -396,7 +385,7 @@ def _weight(k: Elements, task: _Task, work: WorkerMemory, zero: str, partial: st
         k.write([partial] * lanes, i, k.load(total, i))
 
 
-def _join_lanes(k: Elements, running: str, total: str) -> None:
+def _join_lanes(k: llvm_kernels.Elements, running: str, total: str) -> None:
     """Set total, in all lanes, to the sum over lanes l of lanes S - (lanes - 1 - l) R, S in total and R in running."""
     code, packs, lanes = k.code, k.packs, k.packed.lanes
     weighted, chosen = k.space(3), k.space(3)
@@ -419,7 +408,7 @@ def _join_lanes(k: Elements, running: str, total: str) -> None:
         step //= 2
 
 
-def _set_infinity(k: Elements, *points: str) -> None:
+def _set_infinity(k: llvm_kernels.Elements, *points: str) -> None:
     for point in points:
         for i, element in enumerate((k.zero, k.one, k.zero)):
             k.store(point, i, element)
@@ -427,7 +416,7 @@ def _set_infinity(k: Elements, *points: str) -> None:
 
 def _finish(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     """Build Horner's rule; all lanes compute the same."""
-    k = Elements(curve.coordinates, form, code)
+    k = llvm_kernels.Elements(curve.coordinates, form, code)
     total, partial = k.space(3), k.space(3)
     _set_infinity(k, total)
     with code.loop(0, "%count") as t:
@@ -437,7 +426,7 @@ def _finish(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None
         for i in range(3):
             k.store(partial, i, k.read([address] * form.lanes, i))
         code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {partial})")
-    store_affine(k, total, ["%z"] * form.lanes)
+    llvm_kernels.store_affine(k, total, ["%z"] * form.lanes)
 
 
 _POINTERS = {

@@ -35,15 +35,8 @@ from accelerant.nn.models.char_rnn import CharRNN, CharRNNConfig
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.models.language_model import LanguageModel
 from accelerant.nn.models.llama import Llama, LlamaConfig
+from accelerant.nn.train import checkpoint
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
-from accelerant.nn.train.checkpoint import (
-    Checkpoints,
-    is_full,
-    read_tensors,
-    require_same_shapes,
-    require_space,
-    write_tensors,
-)
 from accelerant.nn.train.config import (
     PRESETS,
     ModelName,
@@ -225,7 +218,7 @@ def _configured(
     config = extension.configured(dataclasses.replace(training, **places))
     source = extension.source(text.train, config, text.sha256)
     if Processes().first:
-        require_space(out, run.parameter_count(text.tokenizer.vocab_size))
+        checkpoint.require_space(out, run.parameter_count(text.tokenizer.vocab_size))
     return config, source
 
 
@@ -322,13 +315,13 @@ def resume_training(
             if values.get("extension", Extension.name) != chosen.name:
                 raise ConfigError(f"the run in {out} is one of {values['extension']}: continue it with --resume")
             run = RunConfig.from_dict(values.get("run", {}))
-            if not Checkpoints(out).exist:
+            if not checkpoint.Checkpoints(out).exist:
                 command = run.command(str(out), device.type, chosen.words(out))
                 advice = f": start again with: {command}" if command else ": start it again"
                 raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
             share_of(run.training.batch_size, processes)
             shape = _stored_shape(folder, values) if run.init_from else None
-            _require_stored(run, Checkpoints(out), shape)
+            _require_stored(run, checkpoint.Checkpoints(out), shape)
             if changed := steps is not None and steps != run.steps:
                 chosen.require_extensible()
                 run = run.replaced(steps=steps)
@@ -365,21 +358,21 @@ def load_run(out: str | os.PathLike[str], device: DeviceLike = None) -> tuple[La
     folder, place = RunFolder(Path(out)), _torch_device("cpu" if device is None else device)
     shape = _stored_shape(folder, folder.read_config())
     tokenizer: Tokenizer = load_bpe(folder.tokenizer) if folder.tokenizer.is_file() else ByteTokenizer()
-    if Checkpoints(folder.path).exist and not folder.finished:
-        path, saved = folder.checkpoint, Checkpoints(folder.path).load()[0]
+    if checkpoint.Checkpoints(folder.path).exist and not folder.finished:
+        path, saved = folder.checkpoint, checkpoint.Checkpoints(folder.path).load()[0]
         tensors = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
     elif isinstance(shape, LlamaConfig) and folder.model.is_file():
         source = hugging_face.described(folder.path, Llama._layouts)
         return hugging_face.built(Llama, source, torch.float32, place).eval(), tokenizer
     elif folder.finished or folder.model.is_file():
-        path, tensors = folder.model, read_tensors(folder.model)[0]
+        path, tensors = folder.model, checkpoint.read_tensors(folder.model)[0]
     else:
         raise FormatError(f"{folder.path} has no model yet: its first checkpoint was not written")
     if not _covers(shape, tokenizer) or shape.layers > len(tensors):
         raise FormatError(f"{path} is of another model than {folder.config}")
     with torch.device("meta"):
         model = _built(shape)
-    require_same_shapes(path, tensors, model.state_dict())
+    checkpoint.require_same_shapes(path, tensors, model.state_dict())
     model.load_state_dict({name: value.to(place) for name, value in tensors.items()}, assign=True)
     return model.eval(), tokenizer
 
@@ -465,7 +458,7 @@ def _seen(run: RunConfig, sha256: str, extension: Extension) -> tuple[str, ...]:
     return ()
 
 
-def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: Shape | None) -> None:
+def _require_stored(run: RunConfig, checkpoints: checkpoint.Checkpoints, shape: Shape | None) -> None:
     """Raise FormatError, before anything is allocated, if a checkpoint is too small for its run's model."""
     vocab_size = 0
     if shape is not None:
@@ -707,7 +700,7 @@ class _TextRun:
             write_atomic(folder.report, html.encode())
             folder.write_json(folder.summary, summary)  # last: its presence means that the run is complete
 
-        Checkpoints(folder.path).make_room(write)
+        checkpoint.Checkpoints(folder.path).make_room(write)
         return summary
 
     def _write_model(self, path: Path) -> None:
@@ -715,7 +708,7 @@ class _TextRun:
         if isinstance(self._model, Llama):
             tensors = hugging_face.checkpoint(self._model, self._shape, Llama._layouts)[1]
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-        write_tensors(path, tensors, {"format": "pt"})
+        checkpoint.write_tensors(path, tensors, {"format": "pt"})
 
     def _with_what_is_kept(self, error: OSError) -> OSError:
         """Return the error of a folder that cannot be written, with what is kept of the run, and where.
@@ -723,11 +716,11 @@ class _TextRun:
         Without a checkpoint the weights are written, a third of one: to the folder, or where temporary files go.
         """
         path, name = self._folder.path.absolute(), str(error.filename or "")
-        own = is_full(error) or not path.is_dir() or Path(name).absolute().is_relative_to(path)
+        own = checkpoint.is_full(error) or not path.is_dir() or Path(name).absolute().is_relative_to(path)
         if not self._processes.first or not own:
             return error
-        if Checkpoints(path).exist:
-            kept = f"step {Checkpoints(path).written[0]:,} is kept in a checkpoint, with more space: "
+        if checkpoint.Checkpoints(path).exist:
+            kept = f"step {checkpoint.Checkpoints(path).written[0]:,} is kept in a checkpoint, with more space: "
             kept += self._folder.resume_command
         else:
             kept = self._weights_elsewhere()

@@ -25,20 +25,7 @@ from accelerant.ops._library import (
     not_a_tensor,
     refuses_triton_kernel,
 )
-from accelerant.ops.attention import hopper_bwd, hopper_fwd
-from accelerant.ops.attention.backends import (
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    FLASH_4,
-    HIDDEN,
-    TORCH,
-    attend,
-    nvidia_capability,
-    torch_backward,
-    torch_forward,
-    with_layout_of,
-)
+from accelerant.ops.attention import backends, hopper_bwd, hopper_fwd
 from accelerant.ops.attention.launch import (
     MAX_WIDTH,
     launch_backward,
@@ -103,7 +90,7 @@ def refuses_triton_kernels(case: Case) -> str | None:
 
 def refuses_triton_backward(case: Case) -> str | None:
     """Return why the Triton kernels of the backward pass cannot serve a case, or None."""
-    capability, D = nvidia_capability(case.device), case.shape[-1]
+    capability, D = backends.nvidia_capability(case.device), case.shape[-1]
     if (0, 0) < capability < (8, 0) and case.dtype != torch.float16 and D > 128:
         return f"needs more than the 64 KiB of shared memory of sm_75 for heads {D} wide in float32"
     return refuses_triton_kernels(case)
@@ -113,7 +100,7 @@ def refuses_split(case: Case) -> str | None:
     """Return why the Triton kernels do not split float32 for tensor cores in a case, or None."""
     if case.dtype != torch.float32:
         return f"splits float32, not {name_of(case.dtype)}"
-    if nvidia_capability(case.device) != (9, 0):
+    if backends.nvidia_capability(case.device) != (9, 0):
         return "was measured faster than torch's kernels on sm_90 only"
     if case.shape[-1] > 128:
         return f"takes heads up to 128 wide, not {case.shape[-1]}"
@@ -122,7 +109,7 @@ def refuses_split(case: Case) -> str | None:
 
 def _refuses_split_rows(case: Case) -> str | None:
     """Return why torch's memory-efficient kernels go first, or what `refuses_split` says."""
-    declines = EFFICIENT[0].refuses
+    declines = backends.EFFICIENT[0].refuses
     if case.shape[-1] % 16 and declines is not None and declines(case) is None:  # 0.55 of its speed at 36
         return f"reads heads {case.shape[-1]} wide 4 bytes at a time: they are no multiple of 16"
     return refuses_split(case)
@@ -164,13 +151,13 @@ attention_fwd = Operation(
         Implementation(
             "hopper", hopper_fwd.launch_hopper, refuses=hopper_fwd.refuses, own=True, bind=hopper_fwd.bind_launch
         ),
-        CUDNN[0],
-        FLASH_4[0],
-        FLASH[0],
+        backends.CUDNN[0],
+        backends.FLASH_4[0],
+        backends.FLASH[0],
         split_products(launch_forward, _refuses_split_rows),
-        EFFICIENT[0],
+        backends.EFFICIENT[0],
         Implementation("triton", launch_forward, refuses=refuses_triton_kernels, own=True),
-        TORCH[0],
+        backends.TORCH[0],
     ),
     cost=lambda case: _cost(case, products=2, tensors=2),
 )
@@ -178,13 +165,13 @@ attention_bwd = Operation(
     "attention_bwd",
     (
         Implementation("hopper", _hopper_backward, refuses=hopper_bwd.refuses, own=True, bind=_bind_hopper_backward),
-        FLASH_4[1],
-        CUDNN[1],
-        FLASH[1],
+        backends.FLASH_4[1],
+        backends.CUDNN[1],
+        backends.FLASH[1],
         split_products(launch_backward, _refuses_split_rows),
-        EFFICIENT[1],
+        backends.EFFICIENT[1],
         Implementation("triton", launch_backward, refuses=refuses_triton_backward, own=True),
-        TORCH[1],
+        backends.TORCH[1],
     ),
     cost=lambda case: _cost(case, products=5, tensors=4),
 )
@@ -251,7 +238,7 @@ def attend_by_torch(
         if causal:
             seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
             mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
-        hidden = ~mask if mask.dtype == torch.bool else mask <= HIDDEN
+        hidden = ~mask if mask.dtype == torch.bool else mask <= backends.HIDDEN
         blind = hidden.all(-1, keepdim=True)
         mask = (mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0.0)).to(
             torch.bool if mask.dtype == torch.bool else q.dtype
@@ -272,7 +259,7 @@ def _torch_equivalent(
     return_lse: bool = False, mask: None = None, segments: None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention by torch's CPU function."""
-    return with_layout_of(q, _on_cpu(q, k, v, 0.0, bool(causal) and q.shape[2] != 1, scale=scale)[0])
+    return backends.with_layout_of(q, _on_cpu(q, k, v, 0.0, bool(causal) and q.shape[2] != 1, scale=scale)[0])
 
 
 def _torch_serves(
@@ -525,7 +512,7 @@ def _cpu_case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, windo
 def _composite(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    o, lse = attend(q, k, v, causal, scale, window, mask=mask)
+    o, lse = backends.attend(q, k, v, causal, scale, window, mask=mask)
     return o, lse.detach()
 
 
@@ -657,8 +644,8 @@ attention_masked_fwd, attention_masked_bwd = (
         cost=partial(_cost, products=products, tensors=tensors),
     )
     for way, own, refuses, library, products, tensors in (
-        ("fwd", launch_forward, refuses_triton_kernels, torch_forward, 2, 2),
-        ("bwd", launch_backward, refuses_triton_backward, torch_backward, 5, 4),
+        ("fwd", launch_forward, refuses_triton_kernels, backends.torch_forward, 2, 2),
+        ("bwd", launch_backward, refuses_triton_backward, backends.torch_backward, 5, 4),
     )
 )
 

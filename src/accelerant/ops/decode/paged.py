@@ -17,17 +17,9 @@ from torch import Tensor
 
 from accelerant.config import launch_log
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops import _library
 from accelerant.ops._hopper import starts_early
 from accelerant.ops._launch import accesses, ceil_div, next_power_of_2, triton_operation
-from accelerant.ops._library import (
-    below_autograd,
-    check_matches,
-    define,
-    is_plain,
-    name_of,
-    not_a_tensor,
-    with_torch_keywords,
-)
 from accelerant.ops._rows import KINDS
 from accelerant.ops.attention import check_heads, checked, options_of, refuses_triton_kernels, shapes_of
 from accelerant.ops.attention.launch import triton_capability, with_rows
@@ -215,7 +207,7 @@ attention_paged_fwd: Callable[..., Tensor] = Operation(
 
 
 # --- the public functions --------------------------------------------------------------------------------------------
-@with_torch_keywords
+@_library.with_torch_keywords
 def attention_paged(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor,
     starts: Tensor | None = None, *, window: int | None = None, scale: float | None = None,
@@ -267,7 +259,7 @@ def attention_paged(
         raise ConfigError(f"window must be at least 1, got {window}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ConfigError(f"softcap must be positive, got {softcap}")
-    run = _forward if not torch.compiler.is_compiling() and is_plain(q) else _op
+    run = _forward if not torch.compiler.is_compiling() and _library.is_plain(q) else _op
     settings = -1 if window is None else window, D**-0.5 if scale is None else float(scale), float(softcap or 0.0)
     return run(q, k_blocks, v_blocks, block_table, lengths, starts, *settings)
 
@@ -277,9 +269,9 @@ def _check_numbers(q: Tensor, block_table: Tensor, lengths: Tensor, starts: Tens
         if x is None and name == "starts":
             continue
         if not isinstance(x, Tensor):
-            raise not_a_tensor("attention_paged", name, x)
+            raise _library.not_a_tensor("attention_paged", name, x)
         if x.dtype != torch.int32:
-            raise UnsupportedDtype(f"{name} must be int32, got {name_of(x.dtype)}")
+            raise UnsupportedDtype(f"{name} must be int32, got {_library.name_of(x.dtype)}")
         if x.device != q.device:
             raise ShapeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
         if x.dim() != dims or not x.is_contiguous():
@@ -305,7 +297,7 @@ def _forward(
 
 
 def _without_gradient(*args: Any) -> Tensor:
-    with below_autograd():
+    with _library.below_autograd():
         o: Tensor = _op(*args)
     return o
 
@@ -320,7 +312,7 @@ def _composite(
     ).detach()  # fmt: skip
 
 
-_op = define(
+_op = _library.define(
     "attention_paged(Tensor q, Tensor k_blocks, Tensor v_blocks, Tensor block_table, Tensor lengths, Tensor? starts, "
     "int window, float scale, float softcap) -> Tensor",
     kernel=_forward,
@@ -377,7 +369,7 @@ def append_paged(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots
         ShapeError: incompatible shapes, blocks whose D is not contiguous, tensors on several devices.
         UnsupportedDtype: several dtypes, or slots that are not int64.
     """
-    check_matches("append_paged", k, "k", v=v, k_blocks=k_blocks, v_blocks=v_blocks)
+    _library.check_matches("append_paged", k, "k", v=v, k_blocks=k_blocks, v_blocks=v_blocks)
     if k.dim() != 3 or k_blocks.dim() != 4 or k_blocks.shape[2:] != k.shape[1:]:
         shapes = shapes_of(k, k_blocks)
         raise ShapeError(f"append_paged takes k (T, Hkv, D) and blocks (N, block, Hkv, D), got {shapes}")
@@ -386,7 +378,7 @@ def append_paged(k: Tensor, v: Tensor, k_blocks: Tensor, v_blocks: Tensor, slots
     if k_blocks.stride(3) != 1 or v_blocks.stride(3) != 1:
         raise ShapeError("the last dimension of k_blocks and v_blocks must be contiguous: they are written in place")
     if slots.dtype != torch.int64:
-        raise UnsupportedDtype(f"slots must be int64, got {name_of(slots.dtype)}")
+        raise UnsupportedDtype(f"slots must be int64, got {_library.name_of(slots.dtype)}")
     if slots.shape != k.shape[:1] or slots.device != k.device or not slots.is_contiguous():
         raise ShapeError(f"slots must be ({k.shape[0]},) and contiguous on {k.device}, got {tuple(slots.shape)}")
     if k.numel():

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops.linear_int4.op import (
-    DEQUANTIZE,
-    FEW,
-    KERNEL,
-    MANY,
-    PLANES,
-    constants,
-    linear_int4_reference,
-    planes_constants,
-)
+from accelerant.ops.linear_int4 import op
 from accelerant.ops.linear_int8.op import Int8Tile
 from accelerant.ops.registry import Benchmark, Compilation, Indices, SampleInput, Subject, specialized, tolerances
 
@@ -48,33 +39,33 @@ BENCHMARKS = (
 
 # Relative to the largest element, as linear_int8's; a library rounds the represented weight.
 TOLERANCES = tolerances(float64=(1e-11, 1e-11), float32=(1e-5, 1e-4), float16=(4e-3, 2e-2), bfloat16=(3e-2, 0.15))
-SUBJECT = Subject(linear_int4_reference, constants=(1,))
+SUBJECT = Subject(op.linear_int4_reference, constants=(1,))
 
 
 def _compiled(plan: Int8Tile, kind: str, dtype: torch.dtype, *, zero: bool, bits: bool) -> Compilation:
     types: dict[str, str | None] = {"*": kind, "weight_ptr": "*u8", "scale_ptr": "*fp32"}
     types |= {"zero_ptr": "*fp32" if zero else None, "bias_ptr": kind if zero else None}
-    fixed = {**constants(plan, dtype, None), "BITS": bits}
-    return specialized(KERNEL, types, fixed, plan.num_warps, plan.stages)
+    fixed = {**op.constants(plan, dtype, None), "BITS": bits}
+    return specialized(op.KERNEL, types, fixed, plan.num_warps, plan.stages)
 
 
 def _planes(plan: Int8Tile, *, zero: bool, bits: bool = True, gated: bool = False) -> Compilation:
     types: dict[str, str | None] = {"*": "*fp32", "planes_ptr": "*i8", "weight_ptr": "*u8", "y_ptr": "*bf16"}
     types |= {"zero_ptr": "*fp32" if zero else None, "bias_ptr": None, "residual_ptr": "*bf16" if zero else None}
-    fixed = {**planes_constants(plan, None), "BITS": bits, "GATED": gated}
-    return specialized(PLANES, types, fixed, plan.num_warps, plan.stages)
+    fixed = {**op.planes_constants(plan, None), "BITS": bits, "GATED": gated}
+    return specialized(op.PLANES, types, fixed, plan.num_warps, plan.stages)
 
 
 KERNELS = (
     # The first is compiled for every target.
-    _compiled(FEW, "*fp16", torch.float16, zero=True, bits=False),
-    _compiled(FEW, "*bf16", torch.bfloat16, zero=False, bits=True),
-    _compiled(MANY, "*bf16", torch.bfloat16, zero=True, bits=True),
-    _compiled(FEW, "*fp32", torch.float32, zero=False, bits=False),
+    _compiled(op.FEW, "*fp16", torch.float16, zero=True, bits=False),
+    _compiled(op.FEW, "*bf16", torch.bfloat16, zero=False, bits=True),
+    _compiled(op.MANY, "*bf16", torch.bfloat16, zero=True, bits=True),
+    _compiled(op.FEW, "*fp32", torch.float32, zero=False, bits=False),
     _planes(Int8Tile(16, 32, 1, 4, 2), zero=False, bits=False),
     _planes(Int8Tile(8, 64, 4, 4, 3), zero=False, gated=True),
     _planes(Int8Tile(8, 32, 8, 2, 2), zero=True),
     _planes(Int8Tile(16, 64, 4, 4, 3), zero=True),
     _planes(Int8Tile(64, 64, 1, 4, 3), zero=False),
-    Compilation(DEQUANTIZE, {"*": "*fp32", "weight_ptr": "*u8", "y_ptr": "*bf16"}, {"BLOCK": 32}, 4),
+    Compilation(op.DEQUANTIZE, {"*": "*fp32", "weight_ptr": "*u8", "y_ptr": "*bf16"}, {"BLOCK": 32}, 4),
 )

@@ -11,19 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops import _rows
+from accelerant.ops import _library, _rows
 from accelerant.ops._hopper import is_hopper
 from accelerant.ops._launch import ceil_div, next_power_of_2
-from accelerant.ops._library import (
-    autocast_dtype,
-    check_dtype,
-    define,
-    is_plain,
-    name_of,
-    not_a_tensor,
-    refuses_triton_kernel,
-    with_torch_keywords,
-)
 from accelerant.ops.linear_int8.op import Int8Tile, launch_planes_row, takes_planes, takes_planes_row, to_planes
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.compilation.triton import TritonKernel
@@ -180,7 +170,7 @@ def _refuses_llvm(case: Case) -> str | None:
 
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
     with torch.no_grad():
-        if refuses_triton_kernel(Case(x.device, x.dtype, tuple(x.shape))) or not weight.numel():
+        if _library.refuses_triton_kernel(Case(x.device, x.dtype, tuple(x.shape))) or not weight.numel():
             return _composite(x, weight, scale, zero, bias)
         low_bias = None if bias is None else bias.to(x.dtype)
         return functional.linear(x, _dequantized(weight, scale, zero, x.dtype), low_bias)
@@ -201,7 +191,7 @@ _MAX_ROWS = 512
 def _refuses_triton(case: Case) -> str | None:
     if case.device.type == "cuda" and case.shape[0] > _MAX_ROWS and case.dtype != torch.float32:
         return f"products of more than {_MAX_ROWS} rows are left to the library, with a dequantized weight"
-    return refuses_triton_kernel(case)
+    return _library.refuses_triton_kernel(case)
 
 
 def _composite(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -229,7 +219,7 @@ def _forward(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias
     return _fwd(Case(x.device, x.dtype, (x.shape[0], weight.shape[0], x.shape[1])), x, weight, scale, zero, bias)
 
 
-_op: Callable[..., Any] = define(
+_op: Callable[..., Any] = _library.define(
     "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias) -> Tensor",
     kernel=_forward,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
@@ -239,7 +229,7 @@ _op: Callable[..., Any] = define(
 
 
 # --- the public function ---------------------------------------------------------------------------------------------
-@with_torch_keywords
+@_library.with_torch_keywords
 def linear_int4(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
@@ -263,14 +253,14 @@ def linear_int4(
 
     Source: Frantar et al. 2022, arXiv:2210.17323, section 4, for the groups.
     """
-    check_dtype("linear_int4", x)
-    low = autocast_dtype(x.device.type)
+    _library.check_dtype("linear_int4", x)
+    low = _library.autocast_dtype(x.device.type)
     if low is not None and x.dtype != torch.float64:
         x = x.to(low)
     _check(x, weight, scale, zero, bias)
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, scale, zero, bias))
-    run = _forward if not learns and not torch.compiler.is_compiling() and is_plain(x) else _op
+    run = _forward if not learns and not torch.compiler.is_compiling() and _library.is_plain(x) else _op
     y: Tensor = run(rows, weight, scale, zero, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
@@ -281,11 +271,11 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: 
     K = x.shape[-1]
     for name, tensor in (("weight", weight), ("scale", scale), ("zero", zero), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("weight", "scale")):
-            raise not_a_tensor("linear_int4", name, tensor)
+            raise _library.not_a_tensor("linear_int4", name, tensor)
         if tensor is not None and tensor.device != x.device:
             raise ShapeError(f"x and {name} must be on one device, got {x.device} and {tensor.device}")
     if weight.dtype != torch.uint8:
-        raise UnsupportedDtype(f"weight must be uint8, of quantize_int4, got {name_of(weight.dtype)}")
+        raise UnsupportedDtype(f"weight must be uint8, of quantize_int4, got {_library.name_of(weight.dtype)}")
     if K % GROUP or weight.dim() != 2 or weight.shape[1] != K // 2:
         raise ShapeError(f"weight must be (N, {K} / 2), and {K} a multiple of {GROUP}, got {tuple(weight.shape)}")
     N, groups = weight.shape[0], (weight.shape[0], K // GROUP)
@@ -295,5 +285,5 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: 
         if numbers.shape != shape:
             raise ShapeError(f"{name} must be {shape}, got {tuple(numbers.shape)}")
         if numbers.dtype not in (torch.float32, x.dtype):
-            dtypes = " or ".join(dict.fromkeys(("float32", name_of(x.dtype))))
-            raise UnsupportedDtype(f"{name} must be {dtypes}, got {name_of(numbers.dtype)}")
+            dtypes = " or ".join(dict.fromkeys(("float32", _library.name_of(x.dtype))))
+            raise UnsupportedDtype(f"{name} must be {dtypes}, got {_library.name_of(numbers.dtype)}")

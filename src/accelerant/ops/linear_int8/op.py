@@ -13,26 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import LaunchError, ShapeError, UnsupportedDtype
-from accelerant.ops import _rows
+from accelerant.ops import _hopper, _library, _rows
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._hopper import (
-    ELEMENTS,
-    HopperProgram,
-    hopper_program,
-    is_hopper,
-    load,
-    refuses_device,
-    starts_early,
-)
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
-from accelerant.ops._library import (
-    autocast_dtype,
-    check_dtype,
-    name_of,
-    not_a_tensor,
-    refuses_triton_kernel,
-    with_torch_keywords,
-)
 from accelerant.ops.quantize_int8 import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Kernel
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
@@ -72,7 +55,7 @@ _MIN_BLOCKS = 3
 def refuses_row(case: Case) -> str | None:
     """Return why the kernel cannot serve a case of shape (M, N, K), or None."""
     M, _, K = case.shape
-    if reason := refuses_device(case, tuple(ELEMENTS)):
+    if reason := _hopper.refuses_device(case, tuple(_hopper.ELEMENTS)):
         return reason
     if M != 1:
         return f"takes one row, not {M}"
@@ -89,19 +72,19 @@ def is_aligned(x: Tensor, weight: Tensor) -> bool:
 
 
 @functools.cache
-def row_program(plan: Int8RowConfig, dtype: torch.dtype, scale_bytes: int, bias_bytes: int) -> HopperProgram:
+def row_program(plan: Int8RowConfig, dtype: torch.dtype, scale_bytes: int, bias_bytes: int) -> _hopper.HopperProgram:
     """Return the row_program text; scale_bytes and bias_bytes are 2 for the dtype of x, 4 for float32, 0 for None."""
     constants = {
         "ROWS": plan.rows, "UNROLL": plan.unroll, "WARPS": plan.warps, "PREFETCH": plan.prefetch,
         "SCALE_BYTES": scale_bytes, "BIAS_BYTES": bias_bytes,
     }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[dtype], (), constants)
-    return HopperProgram("linear_int8_row", text, 32 * plan.warps, 0, overlaps=True)
+    text = _hopper.hopper_program(_FILE, _hopper.ELEMENTS[dtype], (), constants)
+    return _hopper.HopperProgram("linear_int8_row", text, 32 * plan.warps, 0, overlaps=True)
 
 
 @functools.cache
 def _row_kernel(plan: Int8RowConfig, dtype: torch.dtype, scale_bytes: int, bias_bytes: int, device: int) -> Kernel:
-    return load(row_program(plan, dtype, scale_bytes, bias_bytes), ROW_KINDS, device)
+    return _hopper.load(row_program(plan, dtype, scale_bytes, bias_bytes), ROW_KINDS, device)
 
 
 @functools.cache
@@ -151,25 +134,25 @@ _MOST_SHARED = 13 * _SHARED_STEP
 @functools.cache
 def planes_program(
     bits: int, dtype: torch.dtype, gated: bool, residual: bool, bias_bytes: int, shared_bytes: int
-) -> HopperProgram:
+) -> _hopper.HopperProgram:
     """Return the program for a weight of 8 or 4 bits; bias_bytes: of an element, 0 for None."""
     constants = {
         "BITS": bits, "GATED": int(gated), "RESIDUAL": int(residual), "DEPTH": 2, "BIAS_BYTES": bias_bytes,
         "WARPS": _PLANES_WARPS,
     }  # fmt: skip
-    text = hopper_program(_PLANES_FILE, ELEMENTS[dtype], (), constants)
-    return HopperProgram("linear_planes_row", text, 32 * _PLANES_WARPS, shared_bytes, overlaps=True)
+    text = _hopper.hopper_program(_PLANES_FILE, _hopper.ELEMENTS[dtype], (), constants)
+    return _hopper.HopperProgram("linear_planes_row", text, 32 * _PLANES_WARPS, shared_bytes, overlaps=True)
 
 
 @functools.cache
 def _planes_kernel(device: int, *options: Any) -> Kernel:
-    return load(planes_program(*options), PLANES_ROW_KINDS, device)
+    return _hopper.load(planes_program(*options), PLANES_ROW_KINDS, device)
 
 
 def takes_planes_row(planes: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether launch_planes_row serves."""
     M, _, K = planes.shape
-    if M != 1 or dtype not in ELEMENTS or not is_hopper(planes.device) or torch.version.hip is not None:
+    if M != 1 or dtype not in _hopper.ELEMENTS or not _hopper.is_hopper(planes.device) or torch.version.hip is not None:
         return False
     return K % 128 == 0 < K and not weight.data_ptr() % 16
 
@@ -330,7 +313,7 @@ def tile_plan(kind: str, M: int, N: int, dtype: torch.dtype, device: torch.devic
         return SPLIT_PLAN if dtype == torch.float32 else FEW_BACKWARD_PLANS[0]
     if dtype == torch.float32 and kind != "dynamic":
         return Int8Tile(64, 64, 32, 4, 2)
-    if not is_hopper(device) or kind == "bwd":
+    if not _hopper.is_hopper(device) or kind == "bwd":
         return SMALL_PLANS[kind]
     if kind == "dynamic":
         return DYNAMIC_PLANS[0] if M > 64 else DYNAMIC_PLANS[6]
@@ -417,7 +400,7 @@ def to_planes(x: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tenso
         TO_PLANES.launch(
             (M,),
             (x, norm, planes, units, K, eps),
-            {"BLOCK": block, "EARLY": starts_early(x.device)},
+            {"BLOCK": block, "EARLY": _hopper.starts_early(x.device)},
             num_warps=max(1, min(32, block // 256)),
         )
     return planes, units
@@ -515,7 +498,7 @@ def linear_int8_reference(
     return y if bias is None else y + bias
 
 
-@with_torch_keywords
+@_library.with_torch_keywords
 def linear_int8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False
 ) -> Tensor:
@@ -548,8 +531,8 @@ def linear_int8(
     Source: Dettmers, Lewis, Belkada and Zettlemoyer 2022, arXiv:2208.07339, section 2; the gradient past the rounding:
     Bengio, Leonard and Courville 2013, arXiv:1308.3432, section 3.
     """
-    check_dtype("linear_int8", x)
-    low = autocast_dtype(x.device.type)
+    _library.check_dtype("linear_int8", x)
+    low = _library.autocast_dtype(x.device.type)
     if low is not None and x.dtype != torch.float64:
         x = x.to(low)
     _check(x, weight, scale, bias, dynamic)
@@ -560,9 +543,9 @@ def linear_int8(
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> None:
     for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
-            raise not_a_tensor("linear_int8", name, tensor)
+            raise _library.not_a_tensor("linear_int8", name, tensor)
     if weight.dtype != torch.int8:
-        raise UnsupportedDtype(f"weight must be int8, got {name_of(weight.dtype)}: see quantize_int8")
+        raise UnsupportedDtype(f"weight must be int8, got {_library.name_of(weight.dtype)}: see quantize_int8")
     if x.dim() == 0:
         raise ShapeError("x must be (..., K), got a scalar")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
@@ -575,8 +558,8 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynami
         if vector.shape != weight.shape[:1]:
             raise ShapeError(f"{name} must be ({weight.shape[0]},), got {tuple(vector.shape)}")
         if vector.dtype not in (torch.float32, x.dtype):
-            dtypes = " or ".join(dict.fromkeys(("float32", name_of(x.dtype))))
-            raise UnsupportedDtype(f"{name} must be {dtypes}; got {name_of(vector.dtype)}")
+            dtypes = " or ".join(dict.fromkeys(("float32", _library.name_of(x.dtype))))
+            raise UnsupportedDtype(f"{name} must be {dtypes}; got {_library.name_of(vector.dtype)}")
     for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ShapeError(f"x and {name} must be on one device, got {x.device} and {tensor.device}")
@@ -593,7 +576,7 @@ def _refuses(case: Case) -> str | None:
                 return "float32 products of many rows are left to the library"
             if M > _MAX_ROWS:
                 return _MANY_ROWS
-    return refuses_triton_kernel(case)
+    return _library.refuses_triton_kernel(case)
 
 
 def _refuses_backward(case: Case) -> str | None:
@@ -604,7 +587,7 @@ def _refuses_backward(case: Case) -> str | None:
             return "splits float32 for tensor cores that take bfloat16: NVIDIA, from sm_80 on"
         if case.shape[0] > _MAX_ROWS:
             return _MANY_ROWS
-    return refuses_triton_kernel(case)
+    return _library.refuses_triton_kernel(case)
 
 
 def _triton_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
@@ -656,7 +639,7 @@ def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 def _dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight times its scales in one pass, rounded once; `weight * scale` would write float32 first."""
     y = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    if not y.numel() or refuses_triton_kernel(Case(y.device, dtype, tuple(y.shape))):
+    if not y.numel() or _library.refuses_triton_kernel(Case(y.device, dtype, tuple(y.shape))):
         return torch.mul(weight, scale[:, None], out=y)
     K = weight.shape[1]
     args = (weight.contiguous(), scale.contiguous(), y, K)

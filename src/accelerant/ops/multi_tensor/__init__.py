@@ -19,15 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.errors import (
-    AccelerantError,
-    CompileError,
-    ConfigError,
-    LaunchError,
-    ShapeError,
-    UnsupportedCase,
-    UnsupportedDtype,
-)
+from accelerant import errors
 from accelerant.ops._launch import ceil_div, triton_operation
 from accelerant.ops._library import FLOATING, composed, name_of, refuses_float64
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
@@ -128,7 +120,7 @@ class Workspace:
         if capturing(self.device):
             index = next((i for i, buffer in enumerate(self._reserved) if buffer.numel() >= size), None)
             if index is None:
-                raise ConfigError(
+                raise errors.ConfigError(
                     "no memory is set aside for a step under graph capture: run a step before the capture, with the "
                     f"same parameters; it serves {_RESERVED} captured steps"
                 )
@@ -169,7 +161,7 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 def _address(tensor: Tensor | None) -> int:
     try:
         return 0 if tensor is None else tensor.data_ptr()
-    except UnsupportedCase:  # on OpenCL or WebGPU
+    except errors.UnsupportedCase:  # on OpenCL or WebGPU
         return 0
 
 
@@ -273,7 +265,7 @@ class Table:
 def _chunk_map(device: torch.device, members: tuple[int, ...], numels: tuple[int, ...], chunk: int) -> Tensor:
     """Return the map of some tensors' chunks; an empty tensor has one, in which its counter is incremented."""
     if capturing(device):
-        raise ConfigError("a step under graph capture with parameters that none before had: run it once before")
+        raise errors.ConfigError("a step under graph capture with parameters that none before had: run it once before")
     counts = np.maximum(1, -(-np.array(numels, dtype=np.int64) // chunk))
     tensor = np.repeat(np.array(members, dtype=np.int64), counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -289,14 +281,14 @@ def check(tensors: Tensors) -> None:
     """Check gradients: ConfigError for a sparse one, ShapeError and UnsupportedDtype if one does not match."""
     for i, (param, grad) in enumerate(zip(tensors.params or tensors.grads, tensors.grads, strict=True)):
         if grad.layout != torch.strided:
-            raise ConfigError(f"gradient {i} is {grad.layout}: use torch.optim.SparseAdam, or dense gradients")
+            raise errors.ConfigError(f"gradient {i} is {grad.layout}: use torch.optim.SparseAdam, or dense gradients")
         if grad.shape != param.shape or grad.device != param.device:
             expected, got = (f"{tuple(x.shape)} on {x.device}" for x in (param, grad))
-            raise ShapeError(f"gradient {i} must be {expected}, got {got}")
+            raise errors.ShapeError(f"gradient {i} must be {expected}, got {got}")
         for name, tensor in (("parameter", param), ("gradient", grad)):
             if tensor.dtype not in DTYPES:
                 allowed = ", ".join(map(name_of, DTYPES))
-                raise UnsupportedDtype(f"optimizers take {allowed}; {name} {i} is {name_of(tensor.dtype)}")
+                raise errors.UnsupportedDtype(f"optimizers take {allowed}; {name} {i} is {name_of(tensor.dtype)}")
 
 
 def _classify(tensors: Tensors, i: int) -> tuple[Any, ...]:
@@ -346,7 +338,7 @@ class GroupValues:
         if self._memory is not None and rows == self._known:
             return self._memory
         if capturing(self.device):
-            raise ConfigError(
+            raise errors.ConfigError(
                 "the values of the parameter groups changed since the last step, and this one is being captured: call "
                 "refresh() before the capture, or keep the learning rate in a tensor on the device"
             )
@@ -697,7 +689,7 @@ def launch_clip(grads: Sequence[Tensor], table: Table, scale: Tensor) -> None:
 def launch_update(name: str, update: Update) -> None:
     """Launch the norm if max_norm is set, the coefficients, and the update of "adamw" or "sgd"."""
     if (table := update.table) is None:
-        raise AccelerantError(f"{name}: a launch without a table")
+        raise errors.AccelerantError(f"{name}: a launch without a table")
     values = update.workspace.values.refresh(tuple([group.row() for group in update.groups]))
     partials = None if update.max_norm is None else _launch_partials(table)
     norm = (None, 0, None) if partials is None else (partials, partials.numel(), update.workspace.norm)
@@ -729,10 +721,10 @@ def _launch_buckets(name: str, table: Table, constants: Sequence[Mapping[str, ob
             fixed = {**constants[i], **_sizes(plan, bucket.layout)}
             args = (chunks, table.rows(), last)
             KERNELS[name].launch((chunks.numel(),), args, fixed, num_warps=plan.num_warps)
-        except (CompileError, LaunchError) as error:
+        except (errors.CompileError, errors.LaunchError) as error:
             if not i:
                 raise
-            raise AccelerantError(f"{name}: {i} of {len(maps)} launches ran, then: {error}") from error
+            raise errors.AccelerantError(f"{name}: {i} of {len(maps)} launches ran, then: {error}") from error
 
 
 def _launch_partials(table: Table) -> Tensor:

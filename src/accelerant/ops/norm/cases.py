@@ -7,15 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from accelerant.ops.norm import (
-    COLUMNS,
-    WIDE,
-    backward_constants,
-    backward_plan,
-    forward_constants,
-    forward_plan,
-    reduce_plan,
-)
+from accelerant.ops import norm
 from accelerant.ops.norm import KERNELS as _KERNELS
 from accelerant.ops.registry import Benchmark, Compilation, OpCases, SampleInput, Tolerance, size_name, tolerances
 
@@ -72,23 +64,23 @@ _FLOATS = {**dict.fromkeys(("weight_ptr", "bias_ptr", "statistics_ptr", "parts_p
 def _forward(
     kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True, eviction: str = ""
 ) -> Compilation:
-    plan = forward_plan(N, centre, residual)
+    plan = norm.forward_plan(N, centre, residual)
     absent = [] if residual else ["residual_ptr", "s_ptr"]
     absent += ([] if centre else ["bias_ptr"]) if vectors else ["weight_ptr", "bias_ptr"]
-    constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre, eviction)}
+    constants = {**dict.fromkeys(absent), **norm.forward_constants(plan, N, centre, eviction)}
     return Compilation(_KERNELS["fwd"], {"*": kind, **_FLOATS}, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
 def _backward(
     kind: str, N: int, *, centre: bool, residual: bool = False, dxsum: bool = False, apart: bool = False
 ) -> Compilation:
-    plan = backward_plan(N, residual, centre)
+    plan = norm.backward_plan(N, residual, centre)
     absent = {} if residual else {"ds_ptr": None}
-    constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum, apart)}
+    constants = {**absent, **norm.backward_constants(plan, N, centre, True, centre, dxsum, apart)}
     return Compilation(_KERNELS["bwd"], {"*": kind, **_FLOATS}, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
-_WIDE = {"CENTRE": True, "BLOCK_N": WIDE.block_n}
+_WIDE = {"CENTRE": True, "BLOCK_N": norm.WIDE.block_n}
 _BF16 = {"*": "*bf16", **_FLOATS}
 KERNELS = (
     *(_forward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
@@ -109,15 +101,15 @@ KERNELS = (
     Compilation(
         _KERNELS["bwd_reduce"],
         {"*": "*fp32"},
-        {"BLOCK_P": reduce_plan(4096).rows, "BLOCK_N": reduce_plan(4096).block_n},
-        reduce_plan(4096).num_warps,
+        {"BLOCK_P": norm.reduce_plan(4096).rows, "BLOCK_N": norm.reduce_plan(4096).block_n},
+        norm.reduce_plan(4096).num_warps,
     ),
-    Compilation(_KERNELS["fwd_wide"], _BF16, _WIDE, WIDE.num_warps),
-    Compilation(_KERNELS["bwd_wide"], _BF16, _WIDE, WIDE.num_warps),
+    Compilation(_KERNELS["fwd_wide"], _BF16, _WIDE, norm.WIDE.num_warps),
+    Compilation(_KERNELS["bwd_wide"], _BF16, _WIDE, norm.WIDE.num_warps),
     Compilation(
         _KERNELS["bwd_columns"],
         _BF16,
-        {"CENTRE": True, "DWEIGHT": True, "DBIAS": True, "ROWS": COLUMNS.rows, "BLOCK_N": COLUMNS.block_n},
-        COLUMNS.num_warps,
+        {"CENTRE": True, "DWEIGHT": True, "DBIAS": True, "ROWS": norm.COLUMNS.rows, "BLOCK_N": norm.COLUMNS.block_n},
+        norm.COLUMNS.num_warps,
     ),
 )

@@ -36,18 +36,7 @@ import numpy as np
 from sqlalchemy.exc import DBAPIError
 
 from accelerant.errors import ConfigError
-from accelerant.service.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    JobFailed,
-    JobNotFinished,
-    QueueFull,
-    ResultGone,
-    ServiceError,
-    StoreUnavailable,
-    WorkerLost,
-)  # fmt: skip
+from accelerant.service import errors
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.queue import Call, CallQueue, WorkerProcess
 from accelerant.service.jobs.store import Claim, JobStore
@@ -150,7 +139,7 @@ class JobService:
             if all(worker.failure for worker in self._workers):
                 reason = self._workers[0].failure
                 await self.drain(0.0)
-                raise ServiceError(f"no worker starts: {reason}; its messages are above")
+                raise errors.ServiceError(f"no worker starts: {reason}; its messages are above")
             await asyncio.sleep(0.02)
 
     def stop_claiming(self) -> None:
@@ -188,7 +177,7 @@ class JobService:
         """Fail the calls that wait or run: their clients are answered before the connections end."""
         for call in self._queue.calls:
             if not call.future.done():
-                call.future.set_exception(Draining("the server stopped before the call had ended"))
+                call.future.set_exception(errors.Draining("the server stopped before the call had ended"))
         self._queue.clear()
 
     async def drain(self, timeout_s: float) -> None:
@@ -249,7 +238,7 @@ class JobService:
         try:
             return await self._watched(function, *arguments, **named)
         except _STORE_ERRORS:
-            raise StoreUnavailable("the job store cannot be reached; try again later") from None
+            raise errors.StoreUnavailable("the job store cannot be reached; try again later") from None
 
     async def _tried(
         self, function: Callable[..., _T], *arguments: Any, repeat_s: float = 0.0, **named: Any
@@ -276,12 +265,12 @@ class JobService:
     def store(self) -> JobStore:
         """The store, once the service has started."""
         if self._store is None:
-            raise Draining("the service has not started")
+            raise errors.Draining("the service has not started")
         return self._store
 
     def _require_accepting(self, operation: str) -> OpSpec:
         if not self._accepting:
-            raise Draining("the server is stopping")
+            raise errors.Draining("the server is stopping")
         if operation not in self.operations:
             raise ConfigError(f"no operation {operation[:100]!r}; there are {', '.join(sorted(self.operations))}")
         return self.operations[operation]
@@ -320,7 +309,7 @@ class JobService:
         for call in self._queue.calls:
             if call.deadline <= now and not call.future.done():
                 late = f"{call.request.operation} did not end within {self._limit_s(call.request):g} s"
-                call.future.set_exception(DeadlineExceeded(late))
+                call.future.set_exception(errors.DeadlineExceeded(late))
         if left := [call.deadline for call in self._queue.calls if not call.future.done()]:
             self._set_alarm(max(min(left), now + _LATE_S))  # not once for each of many
 
@@ -341,7 +330,7 @@ class JobService:
             call.losses += 1
             call.avoid = worker.name
             if call.losses > 1 and not call.future.done():
-                call.future.set_exception(WorkerLost(f"{reason}, for the second time"))
+                call.future.set_exception(errors.WorkerLost(f"{reason}, for the second time"))
             else:
                 self._queue.put_back(call)
         self._feed()
@@ -356,7 +345,7 @@ class JobService:
         except OSError as error:  # such as a full disk, which half a file would keep full
             await self._on_disk(wire.wipe, self._folder(id))
             _log.error("the inputs of a job cannot be written: %s", error)
-            raise StoreUnavailable(f"the inputs cannot be kept: {error.strerror}") from None
+            raise errors.StoreUnavailable(f"the inputs cannot be kept: {error.strerror}") from None
         row = {
             "id": id, "operation": request.operation, "parameters": json.dumps(dict(request.parameters)),
             "key_id": request.key_id, "priority": request.priority, "request_id": request.request_id,
@@ -366,10 +355,10 @@ class JobService:
         try:
             bounds = {"most_jobs": self.settings.queue_jobs, "most_bytes": self.settings.queue_bytes}
             job = await self._stored(self.store.add, row, retry_after_s=min(60.0, max(1.0, self._seconds)), **bounds)
-        except QueueFull:
+        except errors.QueueFull:
             await self._on_disk(wire.wipe, self._folder(id))
             raise
-        except StoreUnavailable as error:
+        except errors.StoreUnavailable as error:
             error.retry_after_s = None  # the job may have been added nevertheless: a repetition would run it twice
             raise
         self._wake()
@@ -390,17 +379,19 @@ class JobService:
         """Return the result of a job; raises JobNotFinished, JobFailed or Cancelled with the reason, or ResultGone."""
         job = await self.get(id, key_id)
         if not job.state.final:
-            raise JobNotFinished(f"job {id} is {job.state}; its result is not there yet")
+            raise errors.JobNotFinished(f"job {id} is {job.state}; its result is not there yet")
         if job.state is JobState.CANCELLED:
-            raise Cancelled(f"job {id} was cancelled")
+            raise errors.Cancelled(f"job {id} was cancelled")
         if job.state is JobState.FAILED:
-            raise JobFailed(job.error or "it failed")
+            raise errors.JobFailed(job.error or "it failed")
         try:
             if job.result_bytes is None:
                 raise FileNotFoundError
             return await self._on_disk(wire.read_file, self._result_file(job))
         except FileNotFoundError:
-            raise ResultGone(f"the result of job {id} is gone: {job.message or 'its file is not here'}") from None
+            raise errors.ResultGone(
+                f"the result of job {id} is gone: {job.message or 'its file is not here'}"
+            ) from None
 
     async def cancel(self, id: str, key_id: str | None) -> Job:
         """Cancel a queued job; ask a running one to end when it next reports its progress. Others stay as they are."""
@@ -467,7 +458,7 @@ class JobService:
         finally:
             if job.id in self._running and self._running[job.id][1] is worker:  # another may repeat it already
                 del self._running[job.id]
-        with contextlib.suppress(ServiceError):
+        with contextlib.suppress(errors.ServiceError):
             self._publish(await self.get(job.id, None))
         self._wake()
 

@@ -25,13 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from accelerant.service.errors import Cancelled, DeadlineExceeded, Refused, refusal_of
 from accelerant.service.guard import authorize, openai_error, read_body
-from accelerant.service.served_models.bodies import (
-    B,
-    Chat,
-    Completion,
-    Embeddings,
-    read_body_as,
-)
+from accelerant.service.served_models import bodies
 from accelerant.service.served_models.process import ModelProcess, ServedModels, Stream
 
 _LOG = logging.getLogger("accelerant.service")
@@ -77,10 +71,10 @@ def _schema(kind: type[Any]) -> dict[str, Any]:
             "properties": {name: {} for name in schema["properties"]}, "required": schema["required"]}}}}}  # fmt: skip
 
 
-@router.post("/completions", summary="Text that continues a prompt", openapi_extra=_schema(Completion))
+@router.post("/completions", summary="Text that continues a prompt", openapi_extra=_schema(bodies.Completion))
 async def completions(request: Request) -> Response:
     """Continue prompts, texts or tokens; `stream` sends the text as it is made."""
-    body = await _read(request, Completion)
+    body = await _read(request, bodies.Completion)
     prompts = body.prompts()
     sent = {"prompts": prompts, "param": "prompt"}
     most = 16 if body.max_tokens is None else body.max_tokens
@@ -90,10 +84,10 @@ async def completions(request: Request) -> Response:
     return await _generate(request, body, answer, len(prompts), sent, options)
 
 
-@router.post("/chat/completions", summary="The next message of a conversation", openapi_extra=_schema(Chat))
+@router.post("/chat/completions", summary="The next message of a conversation", openapi_extra=_schema(bodies.Chat))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation by the model's chat template; `stream` sends the text as it is made."""
-    body = await _read(request, Chat)
+    body = await _read(request, bodies.Chat)
     sent = {"messages": [message.plain() for message in body.messages], "param": "messages"}
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -103,10 +97,10 @@ async def chat_completions(request: Request) -> Response:
     return await _generate(request, body, answer, 1, sent, options)
 
 
-@router.post("/embeddings", summary="The vectors of texts", openapi_extra=_schema(Embeddings))
+@router.post("/embeddings", summary="The vectors of texts", openapi_extra=_schema(bodies.Embeddings))
 async def embeddings(request: Request) -> Response:
     """Return a vector of unit length for each text."""
-    body = await _read(request, Embeddings)
+    body = await _read(request, bodies.Embeddings)
     process = _models(request).named(body.model, "embed")
     dim = process.info.get("dim")
     if body.dimensions not in (None, dim):
@@ -241,7 +235,7 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
-async def _read(request: Request, kind: type[B]) -> B:
+async def _read(request: Request, kind: type[bodies.B]) -> bodies.B:
     """Return the body of a request, whose key must have the scope "generate"."""
     authorize(request.scope, "generate")
     state, settings = request.scope["state"], request.app.state.settings
@@ -251,12 +245,12 @@ async def _read(request: Request, kind: type[B]) -> B:
         raise Refused(413, "BodyTooLarge", f"the body has more than {settings.json_bytes:,} bytes")
     state["record"].operation = request.scope["path"].removeprefix("/v1/").replace("/", "_")
     if len(content) > _IN_THREAD_BYTES:
-        return await asyncio.to_thread(read_body_as, kind, content)
-    return read_body_as(kind, content)
+        return await asyncio.to_thread(bodies.read_body_as, kind, content)
+    return bodies.read_body_as(kind, content)
 
 
 async def _generate(
-    request: Request, body: Completion | Chat, answer: _Answer, prompts: int, sent: dict[str, Any],
+    request: Request, body: bodies.Completion | bodies.Chat, answer: _Answer, prompts: int, sent: dict[str, Any],
     options: dict[str, Any],
 ) -> Response:  # fmt: skip
     """Return the answer to a request for text, or its stream once it has begun."""

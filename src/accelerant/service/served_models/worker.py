@@ -30,15 +30,8 @@ from accelerant.nn.serving.engine import Event
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
 from accelerant.service.jobs.wire import ChildEnd, child_arguments
+from accelerant.service.served_models import split
 from accelerant.service.served_models.admission import FairQueue
-from accelerant.service.served_models.split import (
-    OF_ENGINE,
-    Followers,
-    blocks_of_cache,
-    device_of,
-    follow,
-    part_of_engine,
-)
 
 _METRICS_S = 1.0
 _SWITCH_S = 0.0005
@@ -395,7 +388,7 @@ class EncoderWorker(ChildOfModel):
 def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[str, Any]]:
     """Return the worker of a folder, and what it tells the server of itself."""
     folder = Path(given["folder"])
-    device, label = device_of(given["device"])
+    device, label = split.device_of(given["device"])
     kind = read_object(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
     if kind in LAYOUTS:
         encoder = Encoder(folder, device=device)
@@ -404,14 +397,14 @@ def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[
         one.folder = given["folder"]
         return one, {"label": label, **described}
     if given["gpus"] > 1:
-        followers = Followers(given, device)
-        engine = part_of_engine(given, device, 0, followers.store, followers.send)
+        followers = split.Followers(given, device)
+        engine = split.part_of_engine(given, device, 0, followers.store, followers.send)
         followers.began = True
         tokenizer = engine.tokenizer
     else:
         model, tokenizer = load_model(folder, device=device, quantize=given["quantize"] or None)
-        blocks = blocks_of_cache(model, device, given["cache_tokens"], given["block_size"])
-        engine = Engine(model, blocks, tokenizer=tokenizer, **{name: given[name] for name in OF_ENGINE})
+        blocks = split.blocks_of_cache(model, device, given["cache_tokens"], given["block_size"])
+        engine = Engine(model, blocks, tokenizer=tokenizer, **{name: given[name] for name in split.OF_ENGINE})
     worker = ModelWorker(connection, engine, tokenizer, given["most_waiting"])
     worker.folder = given["folder"]
     described = {"task": "generate", "context": worker.context, "chat": tokenizer.has_chat_template}
@@ -431,7 +424,7 @@ def main() -> NoReturn:
     arguments, connection = child_arguments("model")
     given = json.loads(arguments.model)
     if "rank" in given:
-        follow(given, connection)
+        split.follow(given, connection)
     try:
         worker, described = _loaded(given, connection)
     except AccelerantError as error:
