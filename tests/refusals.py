@@ -4,7 +4,8 @@ import pytest
 
 
 def assert_raises(error, match, call, /, *args, **kwargs):
-    """Assert that call(*args, **kwargs) raises the error, with a text that has match, if there is one."""
+    """Assert that call(*args, **kwargs) raises the error, with a text that has match, if there is one; return it."""
     __tracebackhide__ = True
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as caught:
         call(*args, **kwargs)
+    return caught.value

@@ -355,9 +355,8 @@ def test_sums_of_multiples(acc):
     assert isinstance(as_tensor, torch.Tensor)
     np.testing.assert_array_equal(as_tensor.numpy(), expected)
     np.testing.assert_array_equal(acc.msm(group.scalar_field.array([1, 2, 3]), points), expected)
-    with pytest.raises(FormatError, match=r"scalars\[1\]") as refused:
-        acc.msm([1, group.order], points[:2])
-    assert str(group.order) not in str(refused.value)
+    refused = assert_raises(FormatError, r"scalars\[1\]", lambda: acc.msm([1, group.order], points[:2]))
+    assert str(group.order) not in str(refused)
     off = points.copy()
     off[2, 0, 0] ^= np.uint64(1)
     assert_raises(FormatError, r"points\[2\]", acc.msm, [1, 2, 3], off)

@@ -259,9 +259,8 @@ def test_files_and_pages(tmp_path):
 
 # --- the command -----------------------------------------------------------------------------------------------------
 def status(*arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main([*arguments])
-    return exit_.value.code or 0
+    exit_ = assert_raises(SystemExit, None, main, [*arguments])
+    return exit_.code or 0
 
 
 def test_the_command(text, tmp_path, capsys):

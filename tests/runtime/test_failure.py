@@ -147,13 +147,12 @@ def test_memory_that_runs_out_names_the_op_the_bytes_and_the_holders():
 
     held = torch.ones(3_000_000)
     op = Operation("greedy_probe", (Implementation("only", greedy),), cost=lambda _: Cost(0, 0))
-    with pytest.raises(OutOfMemory) as caught:
-        op(Case(CPU, torch.float32, (1,)))
-    text = str(caught.value)
+    caught = assert_raises(OutOfMemory, None, lambda: op(Case(CPU, torch.float32, (1,))))
+    text = str(caught)
     assert "greedy_probe" in text
     assert "20" in text
     assert "3000000" in text.replace(",", "").replace("_", "")
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert isinstance(caught.__cause__, torch.OutOfMemoryError)
     del held
     assert explain_quietly(lambda: 1).result == 1  # and the process goes on
 

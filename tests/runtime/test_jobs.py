@@ -116,10 +116,9 @@ def test_local_processes(tmp_path):
     assert "SIGKILL" in str(outcomes[5].error)
     assert acc.map(functools.partial(dies_once, str(tmp_path)), range(6), workers=2) == list(range(6))
     assert len(list(tmp_path.glob("3.*"))) == 2
-    with pytest.raises(ValueError, match="two") as error:
-        acc.map(odd, [0, 2], engine="local")
-    assert error.value.item_index == 1
-    assert error.value.__notes__[-1] == "of items[1]"
+    error = assert_raises(ValueError, "two", acc.map, odd, [0, 2], engine="local")
+    assert error.item_index == 1
+    assert error.__notes__[-1] == "of items[1]"
 
 
 @pytest.mark.slow

@@ -251,9 +251,8 @@ def test_a_job_reports_and_ends_with_the_result(server):
     (lambda c: c.job("0" * 32), JobNotFound, "no job"),
 ])  # fmt: skip
 def test_errors_are_the_librarys_with_the_requests_id(client, call, error, message):
-    with pytest.raises(error, match=message) as caught:
-        call(client)
-    assert re.search(r": 4\d\d, request \w{16}$", caught.value.__notes__[0])
+    caught = assert_raises(error, message, call, client)
+    assert re.search(r": 4\d\d, request \w{16}$", caught.__notes__[0])
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():

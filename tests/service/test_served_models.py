@@ -371,9 +371,8 @@ def test_bodies_that_are_not_read(served, client):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
         assert http.get("/v1/nothing").json()["error"]["code"] == "http_error"
         assert http.get("/v1/completions").status_code == 405
-    with pytest.raises(openai.NotFoundError) as found:
-        client.completions.create(**HELLO | {"model": "other"})
-    assert (found.value.code, found.value.param) == ("model_not_found", "model")
+    found = assert_raises(openai.NotFoundError, None, lambda: client.completions.create(**HELLO | {"model": "other"}))
+    assert (found.code, found.param) == ("model_not_found", "model")
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

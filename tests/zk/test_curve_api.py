@@ -364,9 +364,8 @@ REFUSED_SCALARS = {
 @pytest.mark.parametrize("case", REFUSED_SCALARS)
 def test_scalars_that_are_refused_are_not_shown(case):
     group, (scalars, error, text) = group_of("bn254_g1"), REFUSED_SCALARS[case]
-    with pytest.raises(error, match=text) as refused:
-        group.mul(group.generator, scalars)
-    assert "1234567" not in str(refused.value)
+    refused = assert_raises(error, text, group.mul, group.generator, scalars)
+    assert "1234567" not in str(refused)
 
 
 def test_integers_of_numpy_and_of_other_kinds():

@@ -743,9 +743,8 @@ def test_secrets_are_not_shown_or_copied(party):
         *itertools.chain(*client._round.held.values()),
     ]
     texts = [repr(client), repr(server), str(client), repr(party.setup)]
-    with pytest.raises(ProtocolError) as raised:
-        client.unmask(answers[1])
-    texts.append(str(raised.value))
+    raised = assert_raises(ProtocolError, None, client.unmask, answers[1])
+    texts.append(str(raised))
     assert not any(secret.hex()[:12] in text or str(secret[:4]) in text for secret in secrets for text in texts)
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         assert_raises(ConfigError, "not copied", duplicate, client)

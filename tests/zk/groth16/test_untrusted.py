@@ -135,9 +135,8 @@ def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tm
         with pytest.raises(FormatError, match=rf"^{name.replace('[', '.').replace(']', '.')}.*({what})"):
             key_with(family, {name: wrong})
         text = json_with(family, name, point_to_json(curve, wrong))
-        with pytest.raises(FormatError, match=what) as refused:
-            VerificationKey.from_json(text, name="vk.json")
-        assert str(refused.value).startswith(f"vk.json: {JSON_NAMES.get(name, upper)}"), kind
+        refused = assert_raises(FormatError, what, VerificationKey.from_json, text, name="vk.json")
+        assert str(refused).startswith(f"vk.json: {JSON_NAMES.get(name, upper)}"), kind
         evil = zkey_with(tmp_path / "evil.zkey", family, name, wrong)
         assert_raises(FormatError, rf"evil.zkey: section [23] .*({what})", VerificationKey.from_zkey, evil)
         status, output, error = command(capsys, "export-vk", evil, tmp_path / "vk.json")

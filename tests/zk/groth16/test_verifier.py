@@ -291,9 +291,8 @@ ELEMENTS = [
 @pytest.mark.parametrize("path", [("pi_a", 0), ("pi_a", 1), ("pi_b", 1, 0), ("pi_c", 1)])
 def test_elements_of_a_proof(parts, path, new, match):
     where = "proof: " if "65,536" in match else f"proof: {path[0]}"
-    with pytest.raises(FormatError, match=match) as refused:
-        Proof.from_json(changed(parts.json["proof"], path, new))
-    assert where in str(refused.value)
+    refused = assert_raises(FormatError, match, lambda: Proof.from_json(changed(parts.json["proof"], path, new)))
+    assert where in str(refused)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", '"x"', "[" * 200 + "]" * 200, b"\xff"])

@@ -419,9 +419,8 @@ def accelerant(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def go(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code or 0, *capsys.readouterr()
+        ended = assert_raises(SystemExit, None, main, [str(argument) for argument in arguments])
+        return ended.code or 0, *capsys.readouterr()
 
     return go
 
