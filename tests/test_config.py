@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -119,10 +120,7 @@ def test_variables_of_kubernetes_are_not_ours():
 
 
 def test_there_need_be_no_home_folder(monkeypatch):
-    def unknown():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert load({}).cache_dir.is_absolute()
 
 

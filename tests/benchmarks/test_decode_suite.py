@@ -1,6 +1,7 @@
 """The suite of decoding, on a tiny model."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,10 +59,7 @@ def test_a_model_that_computes_something_else_is_an_error(monkeypatch):
 
 @pytest.mark.slow
 def test_a_peer_that_fails_says_why(monkeypatch):
-    def failing(*_, **__):
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr(torch, "compile", failing)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler here")))
     record = run_suite(
         DecodeSuite(dtype=("bfloat16",), against=("compile",), budget_s=0.0), registry.find_device("cpu")
     )
@@ -74,10 +72,7 @@ def test_a_peer_that_fails_says_why(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["logits", "exact_logits"])
 def test_without_a_reference_nothing_is_measured(name, monkeypatch):
-    def failing(self):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(suite._PlainStep, name, failing)
+    monkeypatch.setattr(suite._PlainStep, name, Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     with pytest.raises(AccelerantError, match=r"torch's step, which others are checked by: OutOfMemoryError"):
         run_suite(DecodeSuite(dtype=("bfloat16",), against=(), budget_s=0.0), registry.find_device("cpu"))
 

@@ -1,5 +1,7 @@
 """The training suite on a CPU: rows, the plain model, and what it refuses."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -50,10 +52,7 @@ def test_rows():
 
 @pytest.mark.slow
 def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
-    def failing(*_, **__):
-        raise RuntimeError("no compiler here\nand much more")
-
-    monkeypatch.setattr(torch, "compile", failing)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler here\nand much more")))
     device = registry.find_device("cpu")
     record = BenchmarkRecord(Environment.of(device))
     TrainingSuite((2,), ("compile", "torch"), 0.0, TINY).measure(SuiteRun(device, record))

@@ -1,6 +1,7 @@
 """The suite user: plain calls of ops and zk beside torch's, with nothing raced or prepared."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch.nn.functional as F
@@ -49,10 +50,7 @@ def test_ops_are_measured_beside_torch_by_wall_and_by_host(cpu, tiny):
 
 
 def test_a_peer_that_fails_has_its_reason_and_no_time(cpu, tiny, monkeypatch):
-    def broken(x):
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setitem(user.OPS, "gelu", Subject(broken))
+    monkeypatch.setitem(user.OPS, "gelu", Subject(Mock(side_effect=RuntimeError("no kernel image"))))
     record = run_suite(UserSuite(op=("gelu",), budget_s=0.0).resolve(cpu), cpu)
     ours, theirs = record.rows
     assert (theirs.runner, theirs.p50, theirs.note) == ("torch", None, "RuntimeError: no kernel image")

@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,11 +100,8 @@ def test_a_missing_row_is_a_regression_and_one_not_asked_for_is_not(tmp_path, sm
 @pytest.mark.parametrize("suite", ["neural", "algebra", "runtime", "bandwidth", "all"])
 @pytest.mark.parametrize("damage", ["text", "device", "figure", "absent"])
 def test_a_bad_baseline_ends_with_2_before_anything_is_measured(suite, damage, tmp_path, monkeypatch, capsys):
-    def never(*args, **kwargs):
-        raise AssertionError("something was measured")
-
     for suite_ in SUITES:
-        monkeypatch.setattr(suite_, "measure", never)
+        monkeypatch.setattr(suite_, "measure", Mock(side_effect=AssertionError("something was measured")))
     path = tmp_path / "before.json"
     table = {
         "environment": dict.fromkeys(
@@ -124,10 +122,7 @@ def test_a_bad_baseline_ends_with_2_before_anything_is_measured(suite, damage, t
 
 
 def test_a_suite_that_fails_leaves_the_others_and_exits_1(tmp_path, small, monkeypatch, capsys):
-    def breaks(self, run):
-        raise RuntimeError("the abacus broke")
-
-    monkeypatch.setattr(AlgebraSuite, "measure", breaks)
+    monkeypatch.setattr(AlgebraSuite, "measure", Mock(side_effect=RuntimeError("the abacus broke")))
     out, page = tmp_path / "now.json", tmp_path / "report.html"
     suites = ["--suite", "algebra", "--suite", "bandwidth"]
     assert status("all", *QUICK, *suites, "--out", str(out), "--report", str(page)) == 1
@@ -139,10 +134,7 @@ def test_a_suite_that_fails_leaves_the_others_and_exits_1(tmp_path, small, monke
 
 
 def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, monkeypatch, capsys):
-    def interrupted(self, run):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(BandwidthSuite, "measure", interrupted)
+    monkeypatch.setattr(BandwidthSuite, "measure", Mock(side_effect=KeyboardInterrupt))
     out = tmp_path / "now.json"
     suites = ["--suite", "algebra", "--suite", "bandwidth", "--against", "torch"]
     assert status("all", *QUICK, *suites, "--out", str(out)) == 130
@@ -289,11 +281,8 @@ def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
 def test_a_path_that_cannot_be_written_ends_with_2_before_anything_is_measured(
     suite, option, tmp_path, monkeypatch, capsys
 ):
-    def never(*args, **kwargs):
-        raise AssertionError("something was measured")
-
     for suite_ in SUITES:
-        monkeypatch.setattr(suite_, "measure", never)
+        monkeypatch.setattr(suite_, "measure", Mock(side_effect=AssertionError("something was measured")))
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "now.json"
     assert status(suite, "--device", "cpu", option, str(path)) == 2

@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -272,12 +273,9 @@ def outcome(start, capfd, tmp_path, monkeypatch):
     """Run a command, or load a model, and return what is wrong with the way it ended; "" if nothing is."""
     monkeypatch.chdir(tmp_path)
 
-    def alarm(*_):
-        raise TooSlow
-
     monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8))
     timers = [(signal.ITIMER_REAL, signal.SIGALRM, LIMIT_S), (signal.ITIMER_PROF, signal.SIGPROF, CPU_LIMIT_S)]
-    before = [signal.signal(number, alarm) for _, number, _ in timers]
+    before = [signal.signal(number, Mock(side_effect=TooSlow)) for _, number, _ in timers]
     for timer, _, limit in timers:
         signal.setitimer(timer, limit)
     capfd.readouterr()

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -292,10 +293,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_the_model_as_it_was(monkeypatc
     other = copy.deepcopy(model)
     report = acl.nn.patch(other)
 
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Rerun, "capture", fail)
+    monkeypatch.setattr(Rerun, "capture", Mock(side_effect=torch.OutOfMemoryError("no memory")))
     batches = steps("llama", [9, 14, 20] * 4)
     with pytest.warns(FallbackWarning, match="memory ran out while its graphs were captured") as warned:
         assert_steps_agree(model, other, batches)

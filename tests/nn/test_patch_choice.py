@@ -9,6 +9,7 @@ import pickle
 import threading
 import types
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -384,10 +385,7 @@ def test_calls_inside_of_calls_and_exceptions(clock):
     run(net)
     assert report.choices
 
-    def fail(x):
-        raise ValueError("of the user")
-
-    net.trick = fail
+    net.trick = Mock(side_effect=ValueError("of the user"))
     with pytest.raises(ValueError, match="of the user"):
         net(rows(100))
     net.trick = None

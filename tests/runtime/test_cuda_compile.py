@@ -8,6 +8,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -216,10 +217,7 @@ def test_the_number_of_rows_is_not_compiled_for(sources):
     ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image", CompileError),
 ])  # fmt: skip
 def test_code_that_does_not_load_is_only_the_codes_fault_where_it_is(monkeypatch, text, kind):
-    def load(*_):
-        raise RuntimeError(text)
-
-    monkeypatch.setattr("accelerant.runtime.providers.cuda.Library", load)
+    monkeypatch.setattr("accelerant.runtime.providers.cuda.Library", Mock(side_effect=RuntimeError(text)))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     provider = CudaProvider.__new__(CudaProvider)

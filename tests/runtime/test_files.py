@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -206,10 +207,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(path):
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_an_error_of_the_system_names_the_file_and_not_the_temporary_one(path, monkeypatch, failing):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device", "another name")
-
-    monkeypatch.setattr(os, failing, full)
+    monkeypatch.setattr(os, failing, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "another name")))
     assert_raises(OSError, r"No space left on device: '.*/kept.txt'", write_atomic, path, b"after")
     assert path.read_bytes() == b"before"
     assert list(path.parent.iterdir()) == [path]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -256,10 +257,7 @@ def test_the_text_names_the_op_the_sizes_the_holders_and_what_to_try():
 
 
 def test_a_device_that_no_longer_answers_still_gets_a_text(monkeypatch):
-    def lost(_):
-        raise RuntimeError("CUDA error: illegal memory access")
-
-    monkeypatch.setattr(memory, "statistics", lost)
+    monkeypatch.setattr(memory, "statistics", Mock(side_effect=RuntimeError("CUDA error: illegal memory access")))
     assert "no figures: CUDA error" in describe_out_of_memory("gelu", 10, "cpu")
 
 

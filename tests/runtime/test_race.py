@@ -5,6 +5,7 @@ import statistics
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,10 +34,7 @@ def sleeping(seconds, calls=None):
 
 
 def raising(error):
-    def run():
-        raise error
-
-    return run
+    return Mock(side_effect=error)
 
 
 def test_the_faster_has_the_lower_time_whatever_the_order():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -162,12 +163,9 @@ def test_arrays_of_a_frame_are_aligned():
 
 
 def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
     path = tmp_path / "file"
     with monkeypatch.context() as patch:
-        patch.setattr(wire.os, "fsync", full)
+        patch.setattr(wire.os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
         assert_raises(OSError, "No space", wire.write_file, path, {"x": np.arange(9)})
     assert not path.exists()
     wire.write_file(path, {"x": np.arange(9)})

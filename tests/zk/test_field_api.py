@@ -4,6 +4,7 @@ import copy
 import operator
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -491,11 +492,8 @@ def test_a_failed_launch_is_counted(monkeypatch):
     from accelerant.algebra.field import launch
     from accelerant.errors import LaunchError
 
-    def fails(*_, **__):
-        raise LaunchError("refused")
-
     ledger().reset()
-    monkeypatch.setattr(launch, "_launch", fails)
+    monkeypatch.setattr(launch, "_launch", Mock(side_effect=LaunchError("refused")))
     assert_raises(LaunchError, "refused", lambda: field_of("babybear").neg([]))
     (row,) = ledger().to_dict()["ops"]
     assert (row["op"], row["calls"], row["failures"]) == ("field_neg", 1, 1)

@@ -7,6 +7,7 @@ import math
 import queue
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,13 +197,10 @@ def test_no_answer_waits_for_a_thread_that_failed(model, monkeypatch):
 def test_an_error_of_the_device_ends_every_answer_and_the_engine(model, monkeypatch, error):
     """No later call would succeed: the thread ends, and with it a worker's process, which is started again."""
 
-    def fail(*_):
-        raise error
-
     with Engine(model, 40, 8, start=False) as engine:
         answers = [engine.submit(prompt(20, seed), max_tokens=4) for seed in range(3)]  # the last ones wait
         engine.step()
-        monkeypatch.setattr(engine, "_logits", fail)
+        monkeypatch.setattr(engine, "_logits", Mock(side_effect=error))
         assert_raises(type(error), None, engine.run)
         for answer in answers:
             _, _, (end,) = read(answer)

@@ -3,6 +3,7 @@ import hashlib
 import math
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,10 +160,7 @@ def test_room_is_made_on_a_full_disk_and_never_of_the_only_good_checkpoint(tmp_p
 
 @pytest.mark.parametrize(("error", "named"), [(OSError(errno.EACCES, "no", "temporary"), True), (OSError("no"), False)])
 def test_an_error_of_a_file_names_the_checkpoint(tmp_path, monkeypatch, error, named):
-    def write_atomic(path, content):
-        raise error
-
-    monkeypatch.setattr(module, "write_atomic", write_atomic)
+    monkeypatch.setattr(module, "write_atomic", Mock(side_effect=error))
     caught = assert_raises(OSError, "no", lambda: Checkpoints(tmp_path).save({}, {"step": 1}))
     assert caught.filename == (str(tmp_path / BOTH[0]) if named else None)
 

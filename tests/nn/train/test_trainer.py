@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import types
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -366,10 +367,7 @@ def test_evaluations_draw_nothing_from_the_training(loader):
 def test_an_evaluation_that_fails_leaves_the_generators_as_they_were(loader):
     data = Noisy(*spiral(40, 0))
 
-    def broken(outputs, targets):
-        raise ValueError("broken")
-
-    trainer = Trainer(made(), QUICK, metrics={"broken": broken})
+    trainer = Trainer(made(), QUICK, metrics={"broken": Mock(side_effect=ValueError("broken"))})
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="broken") as caught:

@@ -8,6 +8,7 @@ import os
 import pickle
 from dataclasses import fields, replace
 from fractions import Fraction
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -528,10 +529,7 @@ def test_a_round_whose_first_message_fails_is_over(party):
     class Interrupted(BaseException):
         pass
 
-    def interrupted(message):
-        raise Interrupted
-
-    client, party.clients[0]._sign = party.clients[0], interrupted
+    client, party.clients[0]._sign = party.clients[0], Mock(side_effect=Interrupted)
     assert_raises(Interrupted, None, client.advertise, 1)
     assert "no round" in repr(client)
 

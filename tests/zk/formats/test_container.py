@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 import struct
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -144,10 +145,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, failing):
     path = tmp_path / "w.wtns"
     path.write_bytes(b"before")
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device", "another name")
-
-    monkeypatch.setattr(os, failing, full)
+    monkeypatch.setattr(os, failing, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "another name")))
     with pytest.raises(OSError, match=r"No space left on device: '.*/w.wtns'"):
         write_wtns(path, "bn254", np.array([[1, 0, 0, 0]], np.uint64))
     assert [each.name for each in tmp_path.iterdir()] == ["w.wtns"]

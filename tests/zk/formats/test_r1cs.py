@@ -1,6 +1,7 @@
 """Constraints: what is read, refused and written."""
 
 import struct
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -171,11 +172,8 @@ def test_wires_and_values_that_are_not_there(altered, data, family):
 def test_matrices_that_do_not_fit_in_memory(altered, data, monkeypatch):
     """A sparse file can claim 2^32 - 1 constraints without a term."""
 
-    def none_left(*_):
-        raise MemoryError
-
     with altered(data) as circuit:
-        monkeypatch.setattr(circuit_module, "array", none_left)
+        monkeypatch.setattr(circuit_module, "array", Mock(side_effect=MemoryError))
         for read in (circuit.matrices, circuit.check):
             with pytest.raises(OutOfMemory, match=r"altered.r1cs: the matrices of 2 constraints do not fit"):
                 read()

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,10 +101,7 @@ def test_where_no_process_can_start_all_is_compiled_here(provider, empty, monkey
 
 
 def test_where_no_more_processes_are_allowed(provider, empty, monkeypatch):
-    def refused(*_, **__):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refused)
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
     prover.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
