@@ -268,6 +268,7 @@ def test_help_has_an_example_and_does_not_load_torch():
     assert "accelerant train notes.txt" in done.stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_path, text, number):

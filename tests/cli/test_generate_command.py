@@ -116,6 +116,7 @@ def test_four_bits(tmp_path, folder, generate):
     assert isinstance(model.blocks[0].mlp.down, LinearInt4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--int8"]])
 def test_two_processes_answer_as_one(folder, generate, more):

@@ -123,6 +123,7 @@ def test_padding_of_a_checkpointed_model(checkpointing, ours):
     assert not report.fallbacks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "modernbert"])
 def test_padding_in_layers_that_are_compiled_alone(family, ours):

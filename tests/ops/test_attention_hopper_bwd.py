@@ -36,7 +36,7 @@ def compiled(plan, dtype=torch.bfloat16, causal=True, part=PARTS[0]):
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", HALF, **IDS)

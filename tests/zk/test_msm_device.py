@@ -214,6 +214,7 @@ def sort(request, monkeypatch):
     forget()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("sort", ["counters", "bins", "small bins"], indirect=True)
 @pytest.mark.parametrize("space", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)

@@ -189,6 +189,7 @@ def test_any_network_is_proven_as_defined(generator, record_property):
     record_property("examples", examples)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "widths"), [(1, [300, 130, 5]), (12, [9, 33, 2]), (33, [200, 200])])
 def test_tables_of_many_columns(generator, batch, widths):
@@ -204,6 +205,7 @@ def test_tables_of_many_columns(generator, batch, widths):
     specification.check(prover.commitment.to_bytes(), len(x), x.tobytes(), y.tobytes(), proof)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "widths"), [(1, [400, 300, 10]), (48, [300, 100, 100])])
 def test_memory_is_predicted(generator, batch, widths):

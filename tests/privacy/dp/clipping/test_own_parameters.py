@@ -292,6 +292,7 @@ class Value(nn.Module):
         return self()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["added", "with-a-dimension", "reversed", "scale", "temperature"])
 def test_torch_compile(use):
