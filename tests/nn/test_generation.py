@@ -8,6 +8,7 @@ import torch
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.language_model import Sampling
+from modules import module
 from refusals import assert_raises
 
 CONFIG = GPTConfig(vocab_size=70, context=8, layers=2, heads=2, width=16)
@@ -56,20 +57,11 @@ def test_a_head_of_odd_width_is_cached_too():
 
 def test_parts_that_were_changed_are_heard(model):
     """A block with a hook, or of another kind, is not what decode knows: then there is no cache."""
-
-    class Turned(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x).flip(-1)
-
     idx, before = tokens(2, 3), model.generate(tokens(2, 3), 12, temperature=0)
     handle = model.blocks[1].register_forward_hook(lambda module, args, y: y.flip(-1))
     hooked = model.generate(idx, 12, temperature=0)
     handle.remove()
-    model.blocks[1] = Turned(model.blocks[1])
+    model.blocks[1] = module(lambda m, x: m.inner(x).flip(-1), inner=model.blocks[1])
     assert torch.equal(model.generate(idx, 12, temperature=0), hooked)
     assert torch.equal(hooked, model.generate(idx, 12, temperature=0, use_cache=False))
     assert not torch.equal(hooked, before)

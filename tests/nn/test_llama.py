@@ -10,6 +10,7 @@ from accelerant import nn as ann
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.nn import Llama, LlamaConfig
 from accelerant.ops.rope import Llama3Scaling
+from modules import module
 from refusals import assert_raises
 
 transformers = pytest.importorskip("transformers")
@@ -278,18 +279,13 @@ def test_a_replaced_layer_is_called_while_generating(model):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    class Adapter(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-
-        def forward(self, x):
-            return self.base(x) + x.flip(-1)[..., : self.base.weight.shape[0]]
+    def adapter(base):
+        return module(lambda m, x: m.base(x) + x.flip(-1)[..., : m.base.weight.shape[0]], base=base)
 
     model = copy.deepcopy(model)
     block = model.blocks[0]
     block.mlp.down.__class__ = Doubled
-    block.attention.projection = Adapter(block.attention.projection)
+    block.attention.projection = adapter(block.attention.projection)
     prompt = torch.arange(12).view(2, 6)
     cached = model.generate(prompt, 20, temperature=0)
     assert torch.equal(cached, model.generate(prompt, 20, temperature=0, use_cache=False))

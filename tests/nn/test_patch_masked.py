@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 from patch_models import TIGHT, VOCABULARY, assert_same, batch, make, outcome
-from torch import nn
 
 import accelerant as acl
+from modules import module
 
 
 @pytest.fixture
@@ -77,20 +77,15 @@ def test_tuples_and_hidden_states():
 
 @pytest.mark.parametrize("part", ["decoder", "decoder without bias", "head"])
 def test_a_head_that_was_exchanged_is_called(part, counted):
-    class Half(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return 0.5 * self.inner(x)
+    def half(inner):
+        return module(lambda m, x: 0.5 * m.inner(x), inner=inner)
 
     def exchange(model):
         predictions = model.cls.predictions
         if part == "decoder":
-            predictions.decoder = Half(predictions.decoder)
+            predictions.decoder = half(predictions.decoder)
         elif part == "head":
-            model.cls = Half(model.cls)
+            model.cls = half(model.cls)
         else:
             predictions.decoder.bias = None
 

@@ -45,6 +45,7 @@ from accelerant.runtime.memory.peak import compare_peak, optimal_batch_size, pre
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
+from modules import module
 from refusals import assert_raises
 from requirements import require_backend
 
@@ -484,16 +485,9 @@ def test_a_shared_weight_counts_once():
 
 
 def test_what_cannot_be_predicted_says_why():
-    class Picky(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return x[x > 0] * self.weight if x.dim() == 1 else x * self.weight * float(x.sum())
-
-    assert_raises(UnsupportedCase, "depends on values", lambda: predict_peak(Picky(), torch.randn(4)))
-    assert_raises(UnsupportedCase, "depends on values", lambda: predict_peak(Picky(), torch.randn(4, 4)))
+    for picky in (lambda m, x: x[x > 0] * m.weight, lambda m, x: x * m.weight * float(x.sum())):
+        model = module(picky, weight=(1,))
+        assert_raises(UnsupportedCase, "depends on values", predict_peak, model, torch.randn(4))
     with pytest.raises(ConfigError, match="an optimizer needs gradients"):
         predict_peak(mlp(), torch.randn(1, 64), backward=False, optimizer=torch.optim.AdamW)
     with pytest.raises(ConfigError, match="the target is a function"):
@@ -664,15 +658,7 @@ def test_a_prediction_leaves_no_fake_tensor_in_a_cache(device):
 
 
 def test_modes_come_back_when_the_model_fails():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, x):
-            raise ValueError("broken model")
-
-    model = Fails().eval()
+    model = module(Mock(side_effect=ValueError("broken model")), body=mlp()).eval()
     model.body.train()
     before = fingerprint(copy.copy(model))
     assert_raises(ValueError, "broken model", optimal_batch_size, model, torch.zeros(2, 64), budget=MIB)

@@ -27,6 +27,7 @@ from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import Callback, Evaluation, PrintProgress, TrainConfig, Trainer, accuracy, fit
 from accelerant.nn.train.checkpoint import load_checkpoint
 from accelerant.nn.train.objective import Objective, evaluate
+from modules import module
 from refusals import assert_raises
 
 QUICK = TrainConfig(steps=12, batch_size=16, learning_rate=1e-2, device="cpu", predict_memory=False)
@@ -135,16 +136,9 @@ def test_a_stream_has_no_epochs():
 
 
 def test_several_inputs_go_to_the_model_in_order():
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor([[1.0]]))
-
-        def forward(self, a, b):
-            return (a - b) * self.scale
-
+    model = module(lambda m, a, b: (a - b) * m.scale, scale=nn.Parameter(torch.tensor([[1.0]])))
     a, b = torch.ones(8, 1), torch.full((8, 1), 3.0)
-    history = fit(Sum(), (a, b), torch.zeros(8, 1), with_(steps=1, batch_size=8))
+    history = fit(model, (a, b), torch.zeros(8, 1), with_(steps=1, batch_size=8))
     assert history.losses == [4.0]
 
 

@@ -12,86 +12,50 @@ from torch import nn
 from accelerant import nn as our
 from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy import dp
+from modules import module
 from processes import group, results
 
 BOUND = 1.0
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-class Tied(nn.Module):
+def tied(V, D):
     """An embedding whose table is the output layer; rows are added to what is looked up."""
-
-    def __init__(self, V, D):
-        super().__init__()
-        self.table, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x):
-        tokens = x[..., 0].long().abs() % self.table.num_embeddings
-        return self.head(self.table(tokens) + x)
+    table, head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+    head.weight = table.weight
+    return module(lambda m, x: m.head(m.table(tokens(x, V)) + x), table=table, head=head)
 
 
-class Lookup(nn.Module):
-    """An embedding of tokens that are given as real numbers."""
-
-    def __init__(self, V, D):
-        super().__init__()
-        self.table = nn.Embedding(V, D)
-
-    def forward(self, x):
-        return self.table(x[..., 0].long().abs() % self.table.num_embeddings)
+def tokens(x, V):
+    """Tokens that are given as real numbers."""
+    return x[..., 0].long().abs() % V
 
 
-class Text(nn.Module):
-    """A GPT, whose embedding is its output layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.gpt = GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8))
-
-    def forward(self, x):
-        return self.gpt(x[..., 0].long().abs() % 11)
+def gpt():
+    """Its embedding is its output layer."""
+    inner = GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8))
+    return module(lambda m, x: m.gpt(tokens(x, 11)), gpt=inner)
 
 
-class Attention(nn.Module):
-    def __init__(self, width, outputs=3):
-        super().__init__()
-        self.own, self.out = nn.MultiheadAttention(width, 2, batch_first=True), nn.Linear(width, outputs)
-
-    def forward(self, x):
-        return self.out(self.own(x, x, x)[0])
+def attention(width, outputs=3):
+    own = nn.MultiheadAttention(width, 2, batch_first=True)
+    return module(lambda m, x: m.out(m.own(x, x, x)[0]), own=own, out=nn.Linear(width, outputs))
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4))
-
-    def forward(self, x):
-        return x * self.weight
+def recurrent(kind, outputs=3):
+    return module(lambda m, x: m.layer(x)[0], layer=kind(4, outputs, batch_first=True))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind, outputs=3):
-        super().__init__()
-        self.layer = kind(4, outputs, batch_first=True)
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
-class Own(nn.Module):
+def own():
     """Parameters of its own in each way that a transformer of images has them, behind a layer with a rule."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer, self.places = nn.Linear(4, 4), nn.Embedding(4, 4)
-        self.token, self.weight = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4, 4))
-        self.scale, self.temperature = nn.Parameter(torch.rand(4)), nn.Parameter(torch.tensor(0.3))
+    def forward(m, x):
+        h = torch.cat((m.token.expand(x.shape[0], -1, -1), m.layer(x) * m.scale), 1)
+        return nn.functional.linear(h + m.places(torch.arange(h.shape[1]))[None], m.weight) * m.temperature
 
-    def forward(self, x):
-        h = torch.cat((self.token.expand(x.shape[0], -1, -1), self.layer(x) * self.scale), 1)
-        return nn.functional.linear(h + self.places(torch.arange(h.shape[1]))[None], self.weight) * self.temperature
+    layer, places, temperature = nn.Linear(4, 4), nn.Embedding(4, 4), nn.Parameter(torch.tensor(0.3))
+    token, weight = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4, 4))
+    return module(forward, layer=layer, places=places, token=token, weight=weight, scale=(4,), temperature=temperature)
 
 
 def weight_norm(layer):
@@ -101,8 +65,9 @@ def weight_norm(layer):
 LAYERS = [
     lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4), lambda: nn.RMSNorm(4), lambda: nn.GroupNorm(1, 3), nn.PReLU,
     lambda: nn.PReLU(3), lambda: nn.Conv1d(3, 3, 3, padding=1), lambda: nn.ConvTranspose1d(3, 3, 3, padding=1),
-    lambda: nn.InstanceNorm1d(3, affine=True), lambda: weight_norm(nn.Linear(4, 4)), lambda: Attention(4, 4),
-    lambda: Recurrent(nn.GRU, 4), lambda: Recurrent(nn.LSTM, 4), Scale, nn.Tanh, nn.GELU, lambda: our.Linear(4, 4),
+    lambda: nn.InstanceNorm1d(3, affine=True), lambda: weight_norm(nn.Linear(4, 4)), lambda: attention(4, 4),
+    lambda: recurrent(nn.GRU, 4), lambda: recurrent(nn.LSTM, 4), nn.Tanh, nn.GELU, lambda: our.Linear(4, 4),
+    lambda: module(lambda m, x: x * m.weight, weight=(4,)),
     lambda: our.LayerNorm(4), lambda: our.RMSNorm(4),
 ]  # fmt: skip
 """Of examples (3, 4), to examples of that shape."""
@@ -140,15 +105,15 @@ CASES = {
     "conv1d": Case(lambda: nn.Conv1d(16, 4, 1), (16, 8), (4, 8), 1),
     "conv1d-odd": Case(lambda: nn.Conv1d(4, 6, 3, groups=2), (4, 7), (6, 5), 1),
     "conv2d": Case(lambda: nn.Conv2d(3, 4, 2), (3, 5, 4), (4, 4, 3), 1),
-    "embedding": Case(lambda: Lookup(5, 6), (4, 1), (4, 6)),
-    "tied": Case(lambda: Tied(6, 4), (3, 4), (3, 6)),
+    "embedding": Case(lambda: module(lambda m, x: m.table(tokens(x, 5)), table=nn.Embedding(5, 6)), (4, 1), (4, 6)),
+    "tied": Case(lambda: tied(6, 4), (3, 4), (3, 6)),
     "layer-norm": Case(lambda: nn.LayerNorm(9), (4, 9), (4, 9)),
-    "attention": Case(lambda: Attention(4), (3, 4), (3, 3)),
-    "lstm": Case(lambda: Recurrent(nn.LSTM), (3, 4), (3, 3)),
-    "gru": Case(lambda: Recurrent(nn.GRU), (3, 4), (3, 3)),
+    "attention": Case(lambda: attention(4), (3, 4), (3, 3)),
+    "lstm": Case(lambda: recurrent(nn.LSTM), (3, 4), (3, 3)),
+    "gru": Case(lambda: recurrent(nn.GRU), (3, 4), (3, 3)),
     "group-norm": Case(lambda: nn.GroupNorm(2, 4), (4, 5), (4, 5), 1),
-    "gpt": Case(lambda: Text(), (4, 1), (4, 11)),
-    "own": Case(lambda: Own(), (3, 4), (4, 4)),
+    "gpt": Case(gpt, (4, 1), (4, 11)),
+    "own": Case(own, (3, 4), (4, 4)),
     "weight-norm": Case(lambda: weight_norm(nn.Linear(7, 3)), (5, 7), (5, 3)),
     "conv3d": Case(lambda: nn.Conv3d(2, 3, 2), (2, 3, 2, 2), (3, 2, 1, 1), 1),
     "transposed": Case(lambda: nn.ConvTranspose2d(3, 2, 2, stride=2), (3, 2, 2), (2, 4, 4), 1),

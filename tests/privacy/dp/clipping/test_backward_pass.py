@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops._per_example import announce, sink_of
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from modules import module
 from refusals import assert_raises
 
 modes = pytest.mark.parametrize("norms", MODES)
@@ -232,28 +233,14 @@ def test_a_layer_called_several_times(layer, norms):
         y = layer(x)
         return y[0] if isinstance(y, tuple) else y
 
-    class Again(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return call(call(x).tanh() + call(x * x))
-
-    check(Again(), [torch.randn(4, 3, 4)], loss_of, norms=norms)
+    again = module(lambda m, x: call(call(x).tanh() + call(x * x)), layer=layer)
+    check(again, [torch.randn(4, 3, 4)], loss_of, norms=norms)
 
 
 @modes
 def test_an_embedding_called_several_times(norms):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(5, 3)
-
-        def forward(self, x):
-            return self.table(x).sin() * self.table(x.flip(1))
-
-    check(Twice(), [torch.randint(5, (4, 6))], loss_of, norms=norms)
+    twice = module(lambda m, x: m.table(x).sin() * m.table(x.flip(1)), table=nn.Embedding(5, 3))
+    check(twice, [torch.randint(5, (4, 6))], loss_of, norms=norms)
 
 
 @modes
@@ -268,16 +255,12 @@ def test_the_model_called_twice_before_one_backward(norms):
 
 @modes
 def test_checkpointing(norms):
-    class Saves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return checkpoint(lambda h: self.second(h.tanh()), self.first(x), use_reentrant=False)
+    def saves(m, x):
+        return checkpoint(lambda h: m.second(h.tanh()), m.first(x), use_reentrant=False)
 
     for clipping in ("flat", "per_layer"):
-        model, x = Saves().double(), torch.randn(4, 2, 3, dtype=torch.float64)
+        model = module(saves, first=nn.Linear(3, 4), second=nn.Linear(4, 4)).double()
+        x = torch.randn(4, 2, 3, dtype=torch.float64)
         found, _ = run(model, x, norms=norms, clipping=clipping)
         model_2 = copy.deepcopy(model)
         model_2.forward = lambda x, m=model_2: m.second(m.first(x).tanh())
@@ -489,15 +472,7 @@ def test_reentrant_checkpointing_is_refused():
 
 
 def test_a_parameter_used_past_its_layer_is_refused_in_the_pass():
-    class Untold(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(7, 4)
-
-        def forward(self, x):
-            return self.table(x) @ self.table.weight.t()
-
-    model = Untold()
+    model = module(lambda m, x: m.table(x) @ m.table.weight.t(), table=nn.Embedding(7, 4))
     PerExampleClipper(model, max_grad_norm=1.0)
     assert_raises(UnsupportedCase, r"table\.weight is used outside", lambda: model(batch()).sum().backward())
     assert model.table.weight.grad is None
@@ -622,15 +597,7 @@ def test_a_weight_that_is_computed_from_a_parameter_is_refused(layer):
 
 
 def test_examples_must_come_first():
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.inner(x.transpose(0, 1))
-
-    model = Turned()
+    model = module(lambda m, x: m.inner(x.transpose(0, 1)), inner=nn.Linear(3, 2))
     PerExampleClipper(model, max_grad_norm=1.0)
     assert_raises(ShapeError, "the batch of 4 examples", model, torch.randn(4, 5, 3))
 

@@ -9,6 +9,7 @@ from accelerant import nn as our
 from accelerant.errors import UnsupportedCase
 from accelerant.privacy.dp.clipping import LayerRule, PerExampleClipper, register, rules
 from accelerant.privacy.dp.clipping.layers import scale_shift
+from modules import module
 
 modes = pytest.mark.parametrize("norms", MODES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -142,33 +143,20 @@ def test_recurrent(layer, norms):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_states_of_recurrent_layers(kind):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = kind(3, 4, batch_first=True), kind(3, 4, batch_first=True)
+    def twice(m, x):
+        y, state = m.first(x)
+        z, last = m.second(x, state)
+        last = last if kind is nn.GRU else torch.cat(last)
+        return torch.cat((y, z, last.transpose(0, 1)), 1)
 
-        def forward(self, x):
-            y, state = self.first(x)
-            z, last = self.second(x, state)
-            last = last if kind is nn.GRU else torch.cat(last)
-            return torch.cat((y, z, last.transpose(0, 1)), 1)
-
-    check(Twice(), [torch.randn(4, 5, 3)], loss_of)
-
-
-class Clusters(nn.Module):
-    """The smallest cluster's layer has no outputs, and the next no inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.AdaptiveLogSoftmaxWithLoss(6, 5, [2, 3])
-
-    def forward(self, x):
-        return self.head.log_prob(x.sin())
+    first, second = kind(3, 4, batch_first=True), kind(3, 4, batch_first=True)
+    check(module(twice, first=first, second=second), [torch.randn(4, 5, 3)], loss_of)
 
 
 def test_layers_without_outputs_or_inputs():
-    check(Clusters(), [torch.randn(4, 6)], loss_of)
+    """The smallest cluster's layer has no outputs, and the next no inputs."""
+    model = module(lambda m, x: m.head.log_prob(x.sin()), head=nn.AdaptiveLogSoftmaxWithLoss(6, 5, [2, 3]))
+    check(model, [torch.randn(4, 6)], loss_of)
 
 
 class Steps(nn.Module):

@@ -4,6 +4,7 @@ from clip_checks import MODES, check
 from torch import nn
 
 from accelerant.nn import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
+from modules import module
 
 modes = pytest.mark.parametrize("norms", MODES)
 V = 13
@@ -62,16 +63,11 @@ def test_char_rnn(cell, norms):
 
 @modes
 def test_a_tied_table_of_torch(norms):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = nn.Embedding(V, 6), nn.Linear(6, V, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, idx):
-            return self.head(self.table(idx).tanh())
-
-    check(Tied(), tokens(4, 5), by_logits, norms=norms)
+    table, head = nn.Embedding(V, 6), nn.Linear(6, V, bias=False)
+    head.weight = table.weight
+    check(
+        module(lambda m, idx: m.head(m.table(idx).tanh()), table=table, head=head), tokens(4, 5), by_logits, norms=norms
+    )
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
@@ -142,16 +138,11 @@ def test_classifiers_of_transformers(norms):
 def test_adapters_of_low_rank(layers):
     """LoRA: the base is frozen, and costs nothing: its forward stays its own."""
 
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+    def adapted():
+        base, down, up = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        return module(lambda m, x: m.base(x) + m.up(m.down(x)), base=base, down=down, up=up)
 
-        def forward(self, x):
-            return self.base(x) + self.up(self.down(x))
-
-    model = nn.Sequential(*(Adapted() for _ in range(layers)))
+    model = nn.Sequential(*(adapted() for _ in range(layers)))
     clipper = check(model, [torch.randn(4, 5, 8)], lambda model, x: model(x).sin().sum((1, 2)).mean())
     assert [name for name, _ in clipper.parameters] == [
         f"{i}.{part}.weight" for i in range(layers) for part in ("down", "up")

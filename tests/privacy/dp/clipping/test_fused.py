@@ -10,6 +10,7 @@ from accelerant.errors import ShapeError
 from accelerant.nn import GPT, MLP, GPTConfig, layers
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.training.separation import SeparationCheck
+from modules import module
 
 BOUND = 0.5
 
@@ -116,15 +117,7 @@ def test_another_forward_pass_may_come_between(fused):
 
 
 def test_a_layer_that_does_not_get_the_examples_first_is_refused(fused):
-    class Turned(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = MLP(32)
-
-        def forward(self, x):
-            return self.mlp(x.transpose(0, 1))
-
-    model = Turned()
+    model = module(lambda m, x: m.mlp(x.transpose(0, 1)), mlp=MLP(32))
     PerExampleClipper(model, max_grad_norm=BOUND)
     with pytest.raises(ShapeError, match="batch of 3 examples"):
         model(torch.randn(3, 5, 32))

@@ -17,25 +17,8 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy import dp
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from modules import module
 from refusals import assert_raises
-
-
-def module(forward, layers=None, **parameters):
-    """A module with such parameters and layers, whose forward is a function of itself and the input."""
-
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, shape in parameters.items():
-                value = nn.Parameter(torch.rand(shape) + 0.5) if isinstance(shape, tuple) else shape
-                setattr(self, name, value)
-            for name, layer in (layers or {}).items():
-                setattr(self, name, layer)
-
-        def forward(self, x):
-            return forward(self, x)
-
-    return Own()
 
 
 def vision_transformer():
@@ -48,9 +31,7 @@ def vision_transformer():
         scale = module(lambda m, x: x * m.gamma, gamma=(4,))
         attention = nn.MultiheadAttention(4, 2, batch_first=True)
         mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
-        return module(
-            forward, {"norm": nn.LayerNorm(4), "attention": attention, "mlp": mlp, "scale": scale}, gamma=(4,)
-        )
+        return module(forward, norm=nn.LayerNorm(4), attention=attention, mlp=mlp, scale=scale, gamma=(4,))
 
     def forward(m, x):
         x = m.embed(x).flatten(2).transpose(1, 2)
@@ -58,7 +39,7 @@ def vision_transformer():
         return m.head(m.blocks(x)[:, 0])
 
     layers = {"embed": nn.Conv2d(2, 4, 2, 2), "blocks": nn.Sequential(block(), block()), "head": nn.Linear(4, 3)}
-    return module(forward, layers, cls_token=(1, 1, 4), positions=(1, 5, 4))
+    return module(forward, **layers, cls_token=(1, 1, 4), positions=(1, 5, 4))
 
 
 def learned_state(m, x):
@@ -85,25 +66,16 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-class LowRank(nn.Module):
-    """A parametrization with parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(1, 4))
-
-    def forward(self, weight):
-        return weight + self.a @ self.b
-
-
 def low_rank():
     layer = nn.Linear(4, 3)
-    parametrize.register_parametrization(layer, "weight", LowRank())
+    parametrize.register_parametrization(
+        layer, "weight", module(lambda m, weight: weight + m.a @ m.b, a=(3, 1), b=(1, 4))
+    )
     return layer
 
 
 def tied(forward):
-    model = module(forward, {"layer": nn.Linear(4, 4)}, bias=(4,))
+    model = module(forward, layer=nn.Linear(4, 4), bias=(4,))
     model.w = model.layer.weight
     return model
 
@@ -113,11 +85,11 @@ def norm_of_own(m, x):
 
 
 CASES = {
-    "scale": (lambda: module(lambda m, x: m.a(x) * m.scale, {"a": nn.Linear(4, 4)}, scale=(4,)), (5, 3, 4)),
+    "scale": (lambda: module(lambda m, x: m.a(x) * m.scale, a=nn.Linear(4, 4), scale=(4,)), (5, 3, 4)),
     "vision-transformer": (vision_transformer, (5, 2, 4, 4)),
     "linear": (lambda: module(lambda m, x: F.linear(x, m.weight, m.bias).sin(), weight=(3, 4), bias=(3,)), (5, 2, 4)),
     "low-rank": (
-        lambda: module(lambda m, x: m.a(x) + torch.einsum("btk,rk->btr", x, m.A) @ m.B.t(), {"a": nn.Linear(4, 3)},
+        lambda: module(lambda m, x: m.a(x) + torch.einsum("btk,rk->btr", x, m.A) @ m.B.t(), a=nn.Linear(4, 3),
                        A=(2, 4), B=(3, 2)), (5, 2, 4)),
     "norm": (lambda: module(norm_of_own, weight=(4,), scale=()), (5, 3, 4)),
     "mixture": (
@@ -125,24 +97,23 @@ CASES = {
                        w=nn.ParameterList([torch.rand(3), torch.rand(())])), (5, 2, 4)),
     "mapping": (lambda: module(lambda m, x: x @ m.w["a"], w=nn.ParameterDict({"a": torch.rand(4, 2)})), (5, 2, 4)),
     "temperature": (
-        lambda: module(lambda m, x: m.a(x) * m.t(x), {
-            "a": nn.Linear(4, 3), "t": module(lambda m, x: m.t.exp(), t=())}), (5, 2, 4)),
+        lambda: module(lambda m, x: m.a(x) * m.t(x), a=nn.Linear(4, 3), t=module(lambda m, x: m.t.exp(), t=())),
+        (5, 2, 4)),
     "shared-rows": (
-        lambda: module(lambda m, x: m.a(x) + m.p(x)[0], {
-            "a": nn.Linear(4, 4), "p": module(lambda m, x: m.p[:, : x.shape[1]], p=(1, 6, 4))}), (5, 2, 4)),
+        lambda: module(lambda m, x: m.a(x) + m.p(x)[0], a=nn.Linear(4, 4),
+                       p=module(lambda m, x: m.p[:, : x.shape[1]], p=(1, 6, 4))), (5, 2, 4)),
     "sequence-first": (
-        lambda: module(lambda m, x: m.a(x.transpose(0, 1) + m.p).transpose(0, 1), {"a": nn.Linear(4, 2)}, p=(3, 1, 4)),
+        lambda: module(lambda m, x: m.a(x.transpose(0, 1) + m.p).transpose(0, 1), a=nn.Linear(4, 2), p=(3, 1, 4)),
         (5, 3, 4)),
     "tied": (lambda: tied(lambda m, x: m.layer(x) @ m.w + m.bias), (5, 3, 4)),
     "other-name": (lambda: tied(lambda m, x: F.linear(m.layer(x), m.w) + m.bias), (5, 3, 4)),
     "learned-state": (
-        lambda: module(learned_state, {"rnn": nn.GRU(3, 4, batch_first=True),
-                                       "attention": nn.MultiheadAttention(4, 1, batch_first=True)},
-                       h=(1, 1, 4), queries=(2, 4)), (5, 6, 3)),
-    "attention": (lambda: module(attends_to_own, {"layer": nn.Linear(4, 4)}, queries=(1, 2, 3, 2)), (5, 6, 4)),
-    "windows": (lambda: module(attends_in_windows, {"layer": nn.Linear(4, 4)}, table=(5, 2)), (4, 6, 4)),
+        lambda: module(learned_state, rnn=nn.GRU(3, 4, batch_first=True), h=(1, 1, 4), queries=(2, 4),
+                       attention=nn.MultiheadAttention(4, 1, batch_first=True)), (5, 6, 3)),
+    "attention": (lambda: module(attends_to_own, layer=nn.Linear(4, 4), queries=(1, 2, 3, 2)), (5, 6, 4)),
+    "windows": (lambda: module(attends_in_windows, layer=nn.Linear(4, 4), table=(5, 2)), (4, 6, 4)),
     "own-kernels": (
-        lambda: module(lambda m, x: m.pool(x * m.s), {"pool": our.MaxPool2d(2)}, s=(4,)), (5, 2, 4, 4)),
+        lambda: module(lambda m, x: m.pool(x * m.s), pool=our.MaxPool2d(2), s=(4,)), (5, 2, 4, 4)),
     "prelu": (lambda: Chain(nn.Linear(4, 3), nn.PReLU()), (5, 2, 4)),
     "prelu-channels": (lambda: Chain(nn.Conv1d(4, 3, 1), nn.PReLU(3)), (5, 4, 2)),
     "conv3d": (lambda: Chain(nn.Conv3d(2, 4, (2, 1, 2), stride=(1, 2, 1), padding=1, groups=2)), (4, 2, 3, 4, 3)),
@@ -157,7 +128,7 @@ CASES = {
     "parametrized": (lambda: Chain(low_rank()), (5, 2, 4)),
     "pruned": (lambda: Chain(prune.l1_unstructured(nn.Linear(4, 4), "weight", 3)), (5, 2, 4)),
     "subclass": (lambda: Chain(Doubled(4, 3)), (5, 2, 4)),
-    "bilinear": (lambda: module(lambda m, x: m.b(x, x * x), {"b": nn.Bilinear(4, 4, 3)}), (5, 2, 4)),
+    "bilinear": (lambda: module(lambda m, x: m.b(x, x * x), b=nn.Bilinear(4, 4, 3)), (5, 2, 4)),
     "cell": (lambda: Chain(nn.GRUCell(4, 3)), (5, 4)),
 }  # fmt: skip
 
@@ -270,13 +241,13 @@ def test_a_table_of_distances():
 
 def test_a_token_for_each_example_in_their_order():
     """(0, 1, 2, ...) as an input is one token for each example, not a position."""
-    model = module(lambda m, x: m.table(x[:, 0]), {"table": nn.Embedding(5, 3)})
+    model = module(lambda m, x: m.table(x[:, 0]), table=nn.Embedding(5, 3))
     check(model, [torch.arange(5)[:, None]], loss_of)
     check(Chain(nn.Embedding(5, 3)), [torch.arange(5)], loss_of)
 
 
 def test_a_value_that_a_layer_returns_for_all_examples():
-    model = module(lambda m, x: m.a(x) * m.t.value(), {"a": nn.Linear(4, 3), "t": Value()})
+    model = module(lambda m, x: m.a(x) * m.t.value(), a=nn.Linear(4, 3), t=Value())
     check(model, [torch.randn(5, 2, 4)], loss_of)
 
 
@@ -371,17 +342,13 @@ def test_other_refusals():
 def test_distances_of_as_many_positions_as_examples_are_shared(rows):
     """As those of T5: an Embedding of (T, T), for as many examples."""
 
-    class Relative(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.last = nn.Embedding(9, 2), nn.Linear(3, 4)
+    def relative(m, x):
+        places = torch.arange(x.shape[1])
+        bias = m.table(places[None] - places[:, None] + 4).permute(2, 0, 1)[None]
+        return m.last(((x @ x.mT)[:, None] + bias).softmax(-1) @ x[:, None])
 
-        def forward(self, x):
-            places = torch.arange(x.shape[1])
-            bias = self.table(places[None] - places[:, None] + 4).permute(2, 0, 1)[None]
-            return self.last(((x @ x.mT)[:, None] + bias).softmax(-1) @ x[:, None])
-
-    check(Relative(), [torch.randn(rows, 4, 3)], loss_of)
+    model = module(relative, table=nn.Embedding(9, 2), last=nn.Linear(3, 4))
+    check(model, [torch.randn(rows, 4, 3)], loss_of)
 
 
 def test_a_layer_may_be_dropped_at_random_for_all_examples():
@@ -395,7 +362,7 @@ def test_a_layer_may_be_dropped_at_random_for_all_examples():
 def test_examples_in_another_dimension():
     """A module that gets them in dimension 1 runs with the whole model for each example; alone it is refused."""
     inner = module(lambda m, x: x * m.scale, scale=(4,))
-    model = module(lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), {"inner": inner})
+    model = module(lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), inner=inner)
     check(model, [torch.randn(5, 3, 4)], loss_of)
     model.forward = lambda x: inner(x.transpose(0, 1)).transpose(0, 1)
     PerExampleClipper(model, max_grad_norm=1.0)
@@ -405,7 +372,7 @@ def test_examples_in_another_dimension():
 
 def test_a_number_that_all_examples_share_is_no_result_of_a_model():
     """A loss may use it for several examples, whose gradients would be shared out among all."""
-    model = module(lambda m, x: (m.a(x), m.t.exp()), {"a": nn.Linear(4, 3)}, t=())
+    model = module(lambda m, x: (m.a(x), m.t.exp()), a=nn.Linear(4, 3), t=())
     PerExampleClipper(model, max_grad_norm=1.0)
     assert_raises(UnsupportedCase, "returns a number that all examples share", model, torch.randn(5, 4))
 
@@ -414,11 +381,11 @@ def test_a_loss_that_a_model_returns():
     def loss(m, x):
         return (m.a(x).sin() * m.t.exp()).sum(1).mean()
 
-    model = module(loss, {"a": nn.Linear(4, 3)}, t=())
+    model = module(loss, a=nn.Linear(4, 3), t=())
     check(model, [torch.randn(5, 4)], lambda m, x: m(x))
-    model = module(lambda m, x: loss(m, x) * x.shape[0], {"a": nn.Linear(4, 3)}, t=())
+    model = module(lambda m, x: loss(m, x) * x.shape[0], a=nn.Linear(4, 3), t=())
     check(model, [torch.randn(5, 4)], lambda m, x: m(x), reduction="sum")
-    model = module(lambda m, x: (m.a(x) * m.t).sum() / (x > 0).sum(), {"a": nn.Linear(4, 3)}, t=())  # over all entries
+    model = module(lambda m, x: (m.a(x) * m.t).sum() / (x > 0).sum(), a=nn.Linear(4, 3), t=())  # over all entries
     PerExampleClipper(model, max_grad_norm=1.0)
     assert_raises(UnsupportedCase, "is not that of each by itself", model, torch.randn(5, 4))
 
@@ -426,14 +393,14 @@ def test_a_loss_that_a_model_returns():
 def test_a_number_that_a_layer_computes_from_the_batch():
     """A mean over the batch would pass each example's gradient to all; a mask of its own is no mask for the batch."""
     t = module(lambda m, x: (x * m.t).mean(), t=())
-    model = module(lambda m, x: m.a(x) * m.t(x), {"a": nn.Linear(4, 3), "t": t})
+    model = module(lambda m, x: m.a(x) * m.t(x), a=nn.Linear(4, 3), t=t)
     PerExampleClipper(model, max_grad_norm=1.0)
     assert_raises(UnsupportedCase, "is not that of each by itself", model, torch.randn(5, 2, 4))
 
     def masked(m, x):
         return m.attention(x * m.s, x, x, attn_mask=x[0] @ x[0].t())[0]
 
-    model = module(masked, {"attention": nn.MultiheadAttention(4, 1, batch_first=True)}, s=())
+    model = module(masked, attention=nn.MultiheadAttention(4, 1, batch_first=True), s=())
     PerExampleClipper(model, max_grad_norm=1.0)
     with pytest.raises(UnsupportedCase, match=r"an argument \(3, 3\) of MultiheadAttention has no dimension"):
         model(torch.randn(3, 3, 4))
@@ -461,15 +428,11 @@ def test_a_second_backward_pass():
 
 
 def test_a_module_in_a_checkpoint():
-    class Saves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), module(lambda m, x: (m.c(x) * m.s).sin(), {"c": nn.Linear(4, 4)}, s=(4,))
+    def saves(m, x):
+        return checkpoint(lambda h: m.b(h.tanh()), m.a(x), use_reentrant=False)
 
-        def forward(self, x):
-            return checkpoint(lambda h: self.b(h.tanh()), self.a(x), use_reentrant=False)
-
-    check(Saves(), [torch.randn(4, 2, 4)], loss_of)
+    inner = module(lambda m, x: (m.c(x) * m.s).sin(), c=nn.Linear(4, 4), s=(4,))
+    check(module(saves, a=nn.Linear(4, 4), b=inner), [torch.randn(4, 2, 4)], loss_of)
 
 
 @pytest.mark.parametrize("name", ["vision-transformer", "weight-norm", "prelu", "mixture"])
@@ -535,12 +498,12 @@ def test_a_copy_has_nothing_of_the_clipper(way):
     other = way(model)
     assert clipper.norms is None
     other.layers[2].__dict__.pop("told")
-    for module, names in zip(other.modules(), plain, strict=True):
-        assert set(module.__dict__) - {"told", "calls"} == names - {"told", "calls"}
-        assert not module._forward_hooks
-        assert not module._forward_hooks_always_called
-        assert not module._forward_pre_hooks_with_kwargs
-        assert len(module._forward_pre_hooks) == (module is other)
+    for each, names in zip(other.modules(), plain, strict=True):
+        assert set(each.__dict__) - {"told", "calls"} == names - {"told", "calls"}
+        assert not each._forward_hooks
+        assert not each._forward_hooks_always_called
+        assert not each._forward_pre_hooks_with_kwargs
+        assert len(each._forward_pre_hooks) == (each is other)
     loss_of(other, x).backward()
     for each, gradient in zip([p for p in other.parameters() if p.requires_grad], expected, strict=True):
         torch.testing.assert_close(each.grad, gradient)

@@ -19,6 +19,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeErr
 from accelerant.privacy import dp, mpc
 from accelerant.privacy.dp.noise.discrete import charge
 from accelerant.privacy.dp.training import private as private_module
+from modules import module
 from refusals import assert_raises
 
 GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_rate": 0.1}
@@ -578,16 +579,9 @@ def test_the_rate_of_the_draws_is_the_recorded_one():
 
 def test_no_tensor_of_a_step_waits_for_the_garbage_collector():
     """Memory that a cycle keeps is freed at some time, and the next step gets other addresses."""
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-
-        def forward(self, x, y):
-            return F.cross_entropy(self.layers(x), y)
-
-    model, data = Whole(), (torch.randn(6, 4), torch.randint(2, (6,)))
+    layers = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    model = module(lambda m, x, y: F.cross_entropy(m.layers(x), y), layers=layers)
+    data = torch.randn(6, 4), torch.randint(2, (6,))
 
     def step():
         train(training, data, 1, lambda model, *row: model(*row))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.training import separation
 from accelerant.privacy.dp.training.separation import _patterns
+from modules import module
 from refusals import assert_raises
 
 
@@ -124,13 +125,9 @@ def test_rows_that_are_not_finite_hide_no_mixture(mix, value, places):
 def test_a_row_that_is_far_larger_hides_no_mixture(place):
     x, y = points(8)
     x[place] *= 1e20
+    centered = module(lambda m, x: F.batch_norm(x, None, None, training=True))
     with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch"):
-        loop(nn.Sequential(nn.Linear(6, 6), Centered(), nn.Linear(6, 3)), (x, y))
-
-
-class Centered(nn.Module):
-    def forward(self, x):
-        return F.batch_norm(x, None, None, training=True)
+        loop(nn.Sequential(nn.Linear(6, 6), centered, nn.Linear(6, 3)), (x, y))
 
 
 class Scaled(nn.Module):
@@ -542,21 +539,13 @@ def test_a_stored_buffer_that_follows_the_examples_is_warned_of():
     assert model[0].calls == 1
 
 
-class Counting(nn.Module):
-    """Returns the mean over the labels that count, as models of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x, labels):
-        return F.cross_entropy(self.layer(x).flatten(0, 1), labels.flatten())
-
-
 def test_a_mixture_that_the_first_batch_does_not_show_is_found_in_the_next():
+    """The model returns the mean over the labels that count, as models of transformers do."""
     torch.manual_seed(0)
     x, labels = torch.randn(8, 5, 6), torch.randint(3, (8, 5))
-    model = Counting()
+    model = module(
+        lambda m, x, labels: F.cross_entropy(m.layer(x).flatten(0, 1), labels.flatten()), layer=nn.Linear(6, 3)
+    )
     with private(model, 1.0, expected_batch_size=8) as training, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model(x, labels).backward()
@@ -608,39 +597,27 @@ def test_gradients_that_a_hook_changes_row_by_row_pass():
     loop(Backward("rows"), points())
 
 
-class PositionsFirst(nn.Module):
-    """Returns positions in the first dimension, too, as ctc_loss takes them."""
+def test_a_result_with_as_many_positions_first_as_rows_passes():
+    """As ctc_loss takes them."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        y = self.layer(x)
+    def both(m, x):
+        y = m.layer(x)
         return {"logits": y, "turned": y.transpose(0, 1)}
 
-
-def test_a_result_with_as_many_positions_first_as_rows_passes():
-    x, y = torch.randn(24, 8, 6), torch.randint(3, (24, 8))
-    loop(PositionsFirst(), (x, y), lambda model, x, y: F.cross_entropy(model(x)["logits"].flatten(0, 1), y.flatten()))
-
-
-class Drawing(nn.Module):
-    """Draws as many random numbers as the batch says; they are no state."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        y = self.layer(torch.nn.functional.dropout(x, 0.5))
-        torch.rand(1 + int((x[:, 0] > 0).sum()))
-        return y
+    x, y, model = torch.randn(24, 8, 6), torch.randint(3, (24, 8)), module(both, layer=nn.Linear(6, 3))
+    loop(model, (x, y), lambda model, x, y: F.cross_entropy(model(x)["logits"].flatten(0, 1), y.flatten()))
 
 
 def test_a_model_that_draws_as_many_random_numbers_as_the_batch_says_passes():
+    """They are no state."""
+
+    def drawing(m, x):
+        y = m.layer(torch.nn.functional.dropout(x, 0.5))
+        torch.rand(1 + int((x[:, 0] > 0).sum()))
+        return y
+
     torch.manual_seed(0)
-    loop(Drawing(), points(), rows=20)
+    loop(module(drawing, layer=nn.Linear(6, 3)), points(), rows=20)
 
 
 class Remembering(nn.Module):
@@ -705,20 +682,10 @@ def test_a_state_that_follows_the_examples_is_refused(kind, low):
     assert not model[0].mean.any()
 
 
-class Named(nn.Module):
-    """Looks its rows up by names, which are no tensors."""
-
-    def __init__(self, x):
-        super().__init__()
-        self.rows, self.layer = dict(enumerate(x)), nn.Linear(6, 3)
-
-    def forward(self, names):
-        return self.layer(torch.stack([self.rows[name] for name in names]))
-
-
 def test_an_input_without_tensors_is_named_as_unchecked():
+    """The model looks its rows up by names."""
     x, y = points()
-    model = Named(x)
+    model = module(lambda m, names: m.layer(torch.stack([x[name] for name in names])), layer=nn.Linear(6, 3))
     with private(model, 1.0, expected_batch_size=4), pytest.warns(UserWarning, match="has no tensor with dimensions"):
         F.cross_entropy(model([0, 1, 2, 3]), y[:4]).backward()
 
