@@ -1,4 +1,4 @@
-"""Processes that tests start: forked by one server, which imports torch and the package once for all of them."""
+"""Processes that tests start, forked by one server that imports torch and the package once for all; and threads."""
 
 import atexit
 import contextlib
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.forkserver import ensure_running
@@ -32,6 +33,15 @@ def forkserver():
         patch.delenv("TRITON_INTERPRET", raising=False)  # the processes of every test would have it
         ensure_running()
     return context
+
+
+def in_threads(works):
+    """Run functions at the same time, each in a thread of its own, to their ends."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def results(function, *calls):

@@ -26,6 +26,7 @@ from accelerant.ops.registry import public_ops
 from accelerant.runtime import registry, time_limit
 from accelerant.runtime.streams.transfer import copy_async
 from accelerant.service import Client
+from processes import in_threads
 from refusals import assert_raises
 from requirements import require_backend
 
@@ -456,11 +457,7 @@ def test_calls_from_threads_are_counted(acc):
         for _ in range(50):
             acc.field_add([1], [2])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([work] * 4)
     assert acc.metrics()["field_add"]["calls"] == 200
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import pytest
 from accelerant import config
 from accelerant.config import Settings, load, override, settings
 from accelerant.errors import ConfigError
+from processes import in_threads
 from refusals import assert_raises
 
 
@@ -250,11 +252,7 @@ def test_override_does_not_reach_other_threads():
             seen[policy] = settings().fallback
             together.wait()
 
-    threads = [threading.Thread(target=work, args=(policy,)) for policy in (None, "warn", "forbid")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(partial(work, policy) for policy in (None, "warn", "forbid"))
     assert seen == {None: settings().fallback, "warn": "warn", "forbid": "forbid"}
 
 

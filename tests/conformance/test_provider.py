@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from accelerant.errors import BackendUnavailable, CompileError, ConfigError, Lau
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk.elliptic_curve import curve
+from processes import in_threads
 from refusals import assert_raises
 
 P = field_of("goldilocks").modulus
@@ -220,11 +221,7 @@ def test_launches_from_threads(provider):
     def work(i: int) -> None:
         results[i] = run_field_add(provider, x, x + np.uint64(i))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(partial(work, i) for i in range(4))
     for i in range(4):
         np.testing.assert_array_equal(results[i], 2 * x + np.uint64(i))
 

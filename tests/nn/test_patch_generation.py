@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import accelerant as acl
 from accelerant.nn.patching import generation, graphs
+from processes import in_threads
 
 FAMILIES = (*CAUSAL, "gemma2", "gemma3", "phi3")
 SETTINGS = {"eos_token_id": None, "pad_token_id": 0}
@@ -272,13 +272,7 @@ def test_threads_copies_and_memory(monkeypatch):
     wanted = generated(model, prompt(6)).sequences
     assert torch.equal(generated(other, prompt(6)).sequences, wanted)
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(generated(other, prompt(6)).sequences)) for _ in range(3)
-    ]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads((lambda: found.append(generated(other, prompt(6)).sequences)) for _ in range(3))
     found.append(generated(copy.deepcopy(other), prompt(6)).sequences)
     assert all(torch.equal(each, wanted) for each in found)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: 1 << 10)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import sys
-import threading
 import warnings
 import weakref
 
@@ -27,6 +26,7 @@ from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import explain_quietly, observers
 from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, ledger
 from accelerant.runtime.streams import graphs
+from processes import in_threads
 from refusals import assert_raises
 
 
@@ -257,11 +257,7 @@ def test_the_count_is_exact_whoever_calls(probe):
         for _ in range(500):
             probe.call(X)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([run] * 4)
     assert tally("fast_path_probe") == (2000, 0)
     assert "torch" in probe.ran
 

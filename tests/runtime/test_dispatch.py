@@ -29,6 +29,7 @@ from accelerant.runtime.dispatch import Case, Implementation, explain, explain_q
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
 from accelerant.runtime.provider import Launches, noted, watched
+from processes import in_threads
 from refusals import assert_raises
 
 
@@ -344,11 +345,7 @@ def test_calls_from_threads_are_all_counted(book):
         for _ in range(500):
             op(CASE)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([work] * 4)
     assert ran(book) == {("probe", "plain"): 2000}
 
 

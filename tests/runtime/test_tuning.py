@@ -1,5 +1,4 @@
 import re
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +8,7 @@ from accelerant.config import override
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, force, race
 from accelerant.runtime.dispatch.race import CandidateTimes, Tuned, tune
 from clock import Clock
+from processes import in_threads
 
 CPU = torch.device("cpu")
 CLOCK = Clock()
@@ -165,10 +165,6 @@ def test_threads_get_a_plan_whoever_measures(folder, launches):
         with override(tune="first_use", cache_dir=folder):
             found.append(plan(CPU, torch.float32, (8, 16), launches))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([work] * 4)
     assert set(found) <= {Plan(1), Plan(4)}
     assert Plan(4) in found

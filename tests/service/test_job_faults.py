@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from accelerant.service.app import create_app
 from accelerant.service.errors import DeadlineExceeded, StoreUnavailable, WorkerLost, refusal_of
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.wire import JobState
+from processes import in_threads
 
 pytestmark = pytest.mark.slow
 
@@ -248,11 +250,7 @@ def test_two_servers_may_wipe_the_same_folder(tmp_path):
         for name in "abc":
             (folder / "work" / name).write_bytes(b"secret")
         barrier = threading.Barrier(2)
-        threads = [threading.Thread(target=one, args=(barrier, folder, errors)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(partial(one, barrier, folder, errors) for _ in range(2))
         assert not folder.exists()
     assert not errors
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from accelerant.service.errors import JobNotFound, QueueFull
 from accelerant.service.jobs import store as module
 from accelerant.service.jobs.store import JobStore
 from accelerant.service.jobs.wire import JobState
+from processes import in_threads
 from refusals import assert_raises
 
 OPERATIONS = ("work", "train")
@@ -277,11 +279,7 @@ def test_bounds_hold_for_many_threads(opened):
                 refused.append(error.retry_after_s)
 
     for first, count, size in ((0, 15, 150), (4, 20, 200)):
-        threads = [threading.Thread(target=submit, args=(first + number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(partial(submit, first + number) for number in range(4))
         assert stores[0].counts() == ({"queued": count}, size)
     assert refused == [3.0] * 100
 
@@ -392,11 +390,7 @@ def test_servers_that_start_together_upgrade_once(state_url):
             errors.append(error)
         store.close()
 
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(partial(start, number) for number in range(4))
     assert errors == []
 
 
@@ -417,11 +411,7 @@ def test_servers_that_create_the_file_together_wait_for_each_other(tmp_path):
     try:
         for number in range(60):  # each of them fails once in seven if one of two does not wait
             meet = threading.Barrier(4)
-            threads = [threading.Thread(target=connect, args=(tmp_path / f"{number}.db", meet)) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads(partial(connect, tmp_path / f"{number}.db", meet) for _ in range(4))
     finally:
         sys.setswitchinterval(interval)
     assert errors == []

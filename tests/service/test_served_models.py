@@ -27,6 +27,7 @@ from accelerant.service.served_models.admission import FairQueue
 from accelerant.service.served_models.routes import _Streamed
 from accelerant.service.served_models.worker import ChildOfModel, Waiting, _end_process
 from accelerant.service.settings import ServiceSettings
+from processes import in_threads
 from refusals import assert_raises
 from requirements import require_module
 
@@ -450,11 +451,7 @@ def test_a_queue_that_is_full_refuses_and_says_when_to_come_back(served):
             at_once.wait(60)
             answers.append(http.post("/v1/completions", json=HELLO | {"prompt": [5] * 1500, "max_tokens": 150}))
 
-    threads = [threading.Thread(target=ask) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([ask] * 12)
     refused = [answer for answer in answers if answer.status_code == 429]
     assert sorted({answer.status_code for answer in answers}) == [200, 429]
     assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)

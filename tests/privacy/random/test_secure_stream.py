@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream, chacha20_words, key_words
+from processes import in_threads
 from refusals import assert_raises
 
 KEY = bytes(range(32))
@@ -83,11 +83,7 @@ def test_counters_are_never_given_twice_to_threads():
         for _ in range(200):
             taken.append(stream.reserve(3)[1])
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([take] * 4)
     assert sorted(taken) == list(range(0, 2400, 3))
 
 

@@ -36,6 +36,7 @@ from accelerant.zk.groth16.keys import (
     snarkjs_scalar_field,
 )
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from processes import in_threads
 from refusals import assert_raises
 from requirements import require_backend
 
@@ -246,11 +247,7 @@ def test_threads_share_a_key(small, prover):
         for _ in range(3):
             found.append(prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN))
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([run] * 3)
     assert found == [expected] * 9
 
 

@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -20,6 +19,7 @@ from accelerant.privacy.dp import ledger as ledger_module
 from accelerant.privacy.dp.ledger import Budget, PrivacyLedger, accounting
 from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, spent
 from accelerant.privacy.dp.ledger.journal import LedgerJournal
+from processes import in_threads
 from refusals import assert_raises
 
 STEP = PrivacyEvent("gaussian", 2.0, "poisson", 0.01)
@@ -99,11 +99,7 @@ def test_settle_writes_the_exact_number(path):
 
 def test_threads_share_a_ledger(path):
     ledger = PrivacyLedger(path)
-    threads = [threading.Thread(target=lambda: [ledger.record(STEP) for _ in range(200)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads((lambda: [ledger.record(STEP) for _ in range(200)]) for _ in range(4))
     ledger.close()
     assert counts(PrivacyLedger.read(path)) == {STEP: 800}
 
