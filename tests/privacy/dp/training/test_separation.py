@@ -263,7 +263,7 @@ def refusals(trials, **settings):
     return count
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("share", [None, 1e-4, 1e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("low", [True, False])
 def test_rounding_at_random_is_not_taken_for_a_mixture(share, low):
