@@ -210,6 +210,13 @@ def test_an_absent_device_is_refused(accelerant, text):
     assert not Path("runs").exists()
 
 
+def test_a_missing_package_is_named_before_the_text_is_read(accelerant, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    status, output, errors = accelerant("train", text, "--private", "--target-epsilon", 8)
+    assert (status, output) == (2, "")
+    assert errors == "accelerant: --private needs dp-accounting: pip install 'accelerant[privacy]'\n"
+
+
 def test_an_unwritable_folder_is_refused(accelerant, text, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)

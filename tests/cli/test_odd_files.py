@@ -66,6 +66,16 @@ def test_what_is_no_stored_file_is_refused_in_one_line(accelerant, pipe, path):
         assert took_s < 60  # about 0.1 s on an idle machine; what is read to its end has none
 
 
+@pytest.mark.parametrize("path", [".", "/dev/null", "x" * 300, "loop", "text.txt/below"])
+def test_a_path_of_another_kind_is_wrong_usage(accelerant, path):
+    Path("text.txt").write_text(TEXT)
+    Path("loop").symlink_to("loop")
+    for command in (("doctor", "--check"), ("runs",), ("bench", "compare", path), ("data", "info")):
+        status, output, errors, _ = accelerant(*command, path)
+        assert (status, output, errors.count("\n")) == (2, "", 1), (command, errors)
+        assert "Errno" not in errors, command
+
+
 def test_a_folder_with_pipes_and_links_to_devices_is_read_without_them(accelerant, pipe, tmp_path):
     Path("text.txt").write_text(TEXT)
     for name, target in (("a.txt", "/dev/zero"), ("b.txt", "/proc/self/environ"), ("c.txt", pipe), ("d.txt", "gone")):

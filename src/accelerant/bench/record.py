@@ -30,7 +30,7 @@ import torch
 from accelerant._version import __version__
 from accelerant.bench.timer import Timing
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json, open_regular, plain, read_regular, typed, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, plain, read_regular, reason_of, typed, write_atomic
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
@@ -463,7 +463,7 @@ class BenchmarkRecord:
             notes = typed(list[str], table.get("notes", []), "notes")
             return cls(environment, typed(dict[str, float], table["ceilings"], "ceilings"), rows, notes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"{path} is not a benchmark record: {error}") from None
+            raise FormatError(f"{path} is not a benchmark record: {reason_of(error)}") from None
 
     def cells(self) -> list[list[str]]:
         """Return the table's cells, the header first; columns without a value are left out."""

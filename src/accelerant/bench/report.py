@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from accelerant.bench.record import DETERMINISTIC, OURS, OWN, BenchmarkRecord, Row
 from accelerant.errors import FormatError
-from accelerant.runtime.files import plain, read_regular, write_atomic
+from accelerant.runtime.files import plain, read_regular, reason_of, write_atomic
 from accelerant.runtime.html_page import Bar, Line, line_chart, render, text_table
 
 _NUMBERS = (
@@ -481,7 +481,7 @@ def read_floors(path: Path) -> list[Floor]:
     try:
         table = tomllib.loads(read_regular(path).decode())
     except (OSError, ValueError) as error:
-        raise FormatError(f"{path} is not a file of floors: {error}") from None
+        raise FormatError(f"{path} is not a file of floors: {reason_of(error)}") from None
     floors = []
     for device, entries in table.items():
         if device == "margin" and isinstance(entries, float | int):

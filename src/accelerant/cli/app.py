@@ -9,6 +9,7 @@ commands end with 1 only if a proof is invalid, or some of many witnesses failed
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ _MODULES = {
 """Command -> its module, where that has another name; a module has the command as the attribute of this name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
+_WRONG_PATH = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+"""Errors of a path that was given, the last of one that is no regular file."""
 
 
 def _version(requested: bool) -> None:
@@ -144,9 +147,9 @@ def exit_status(failure: int = 1) -> Iterator[None]:
         _fail(error, 2 if isinstance(error, _BAD_INPUT) else getattr(error, "exit_status", failure))
     except BrokenPipeError:  # the reader of the output has closed it
         _end(failure)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # a wrong path is bad input
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
     except OSError as error:
+        if error.filename and error.errno in _WRONG_PATH:
+            _fail(f"{error.filename}: {error.strerror}", 2)
         _fail(error, failure)
     except MemoryError as error:
         _fail(f"out of memory: {error}" if str(error) else "out of memory", failure)

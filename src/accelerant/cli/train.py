@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -24,7 +25,7 @@ import typer
 
 from accelerant.cli.help import examples, option
 from accelerant.config import flag_of, settings
-from accelerant.errors import ConfigError, DeviceLost, TimeLimitExceeded
+from accelerant.errors import ConfigError, DeviceLost, MissingDependency, TimeLimitExceeded
 from accelerant.runtime.files import exact, plain
 
 if TYPE_CHECKING:
@@ -230,8 +231,10 @@ class TrainCommand:
         from accelerant.privacy.dp.ledger import PrivacyLedger
         from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
+        if find_spec("dp_accounting") is None:  # before the text is read, which may take long
+            raise MissingDependency("dp-accounting", "privacy", "--private")
         path = folder / RunFolder.LEDGER if self.ledger is None else Path(self.ledger).expanduser()
-        if self.ledger is not None and rank() == 0:  # before the text is read, which may take long
+        if self.ledger is not None and rank() == 0:  # likewise
             if path.is_dir() or not (path.parent.is_dir() or path.resolve().parent == folder.resolve()):
                 raise ConfigError(f"--ledger {self.ledger} must be a file, in a folder that exists")
             if path.is_file() and path.stat().st_size:

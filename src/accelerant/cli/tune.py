@@ -21,7 +21,7 @@ from accelerant.cli.bench import check_writable
 from accelerant.cli.help import examples, option
 from accelerant.cli.terminal import ProgressLine, print_table
 from accelerant.errors import ConfigError, FormatError, MissingFile
-from accelerant.runtime.files import decode_json, escaped, plain, read_regular, write_atomic
+from accelerant.runtime.files import decode_json, escaped, plain, read_regular, reason_of, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def _entries_of(table: Path) -> dict[str, Any]:
     try:
         return dict(decode_json(read_regular(table))["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"--out: {table} exists and is no table of choices: {error}") from None
+        raise FormatError(f"--out: {table} exists and is no table of choices: {reason_of(error)}") from None
 
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:

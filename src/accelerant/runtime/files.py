@@ -79,6 +79,11 @@ def read_regular(path: Path | str, most_bytes: int = 1 << 26) -> bytes:
         return file.read(size)
 
 
+def reason_of(error: Exception) -> object:
+    """Return what an error says of a file that the message names already."""
+    return getattr(error, "strerror", None) or error
+
+
 class AtomicFile:
     """A new file that replaces `path`, in a folder that exists, when it is committed, and is removed when it is not.
 

@@ -26,7 +26,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation import signatures
 from accelerant.runtime.compilation.kernel import CompileOptions, Kernel, KernelSource
 from accelerant.runtime.compilation.signatures import REPORT_BYTES, Parameter
-from accelerant.runtime.files import read_regular
+from accelerant.runtime.files import read_regular, reason_of
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, ComputeDevice, ComputeProvider, check_scalar
@@ -582,5 +582,4 @@ def _read(source: str | os.PathLike[str]) -> tuple[str, Path | None]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text in UTF-8") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the kernel's file {str(path)[:200]!r}: {reason}") from None
+        raise ConfigError(f"cannot read the kernel's file {str(path)[:200]!r}: {reason_of(error)}") from None

@@ -119,7 +119,7 @@ class GGUFFile:
         except FileNotFoundError:
             raise MissingFile(f"{path}: no such file") from None
         except OSError as error:
-            raise FormatError(f"cannot read {path}: {error}") from None
+            raise FormatError(f"cannot read {path}: {error.strerror or error}") from None
         self._reader = _Reader(head, str(path))
         metadata, infos = self._reader.header()
         if (kind := metadata.get("general.architecture")) not in _ARCHITECTURES:

@@ -13,7 +13,7 @@ import torch
 from accelerant.errors import ConfigError, FormatError, MissingFile, UnsupportedCase
 from accelerant.nn.models.hugging_face import Fields, is_run, read_object
 from accelerant.runtime.bounded_template import BoundedTemplate
-from accelerant.runtime.files import clipped, decode_json, read_regular
+from accelerant.runtime.files import clipped, decode_json, read_regular, reason_of
 
 if TYPE_CHECKING:
     from accelerant.nn.models.language_model import LanguageModel
@@ -155,7 +155,7 @@ class ModelTokenizer:
             try:
                 return BoundedTemplate(read_regular(path).decode(), str(path))
             except (OSError, UnicodeDecodeError) as error:
-                raise FormatError(f"cannot read {path}: {error}") from None
+                raise FormatError(f"cannot read {path}: {reason_of(error)}") from None
         template = settings.get("chat_template")
         if isinstance(template, list):  # several by name
             named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]

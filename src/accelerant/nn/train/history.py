@@ -28,7 +28,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, FormatError, MissingFile
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.objective import Evaluation
-from accelerant.runtime.files import decode_json, open_regular, read_regular, typed, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, read_regular, reason_of, typed, write_atomic
 from accelerant.runtime.host import read_meminfo
 from accelerant.runtime.html_page import Line, Reference, line_chart, render, short_number, smoothed, table
 from accelerant.runtime.ledger import Section, row_cells, sections
@@ -103,7 +103,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
     try:
         lines = read_regular(path, 1 << 30).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"cannot read {path}: {error}") from None
+        raise FormatError(f"cannot read {path}: {reason_of(error)}") from None
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -608,10 +608,10 @@ class RunFolder:
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
             values = decode_json(read_regular(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise MissingFile(f"{self.path} holds no run: there is no {path.name}") from None
         except (OSError, ValueError) as error:
-            raise FormatError(f"cannot read {path}: {error}") from None
+            raise FormatError(f"cannot read {path}: {reason_of(error)}") from None
         if not isinstance(values, dict):
             raise FormatError(f"{path} is not a run's of this program")
         return values

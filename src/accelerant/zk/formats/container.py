@@ -36,7 +36,7 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import not_below
 from accelerant.errors import ConfigError, FormatError, MissingFile, ShapeError, UnsupportedDtype
-from accelerant.runtime.files import AtomicFile
+from accelerant.runtime.files import AtomicFile, reason_of
 
 U64 = npt.NDArray[np.uint64]
 FilePath = str | os.PathLike[str]
@@ -85,7 +85,7 @@ def regular_file(path: FilePath) -> Path:
     except FileNotFoundError:
         raise MissingFile(f"{file} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise FormatError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+        raise FormatError(f"cannot read {file}: {reason_of(error)}") from None
     if not stat.S_ISREG(mode):
         raise FormatError(f"{file} is not a regular file and cannot be mapped; copy its contents to a file")
     return file
@@ -300,7 +300,7 @@ def writable_target(path: FilePath) -> Path:
             with contextlib.suppress(FileNotFoundError):
                 mode = os.lstat(target).st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise ConfigError(f"{requested} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{requested} cannot be written: {reason_of(error)}") from None
     if not in_directory:
         raise MissingFile(f"{requested}: the directory {target.parent} does not exist")
     if mode is None or stat.S_ISREG(mode):
