@@ -283,8 +283,7 @@ class _TensorParallelLlama(Llama):
         ):
             return _summed(x, weight, residual, self.sums)
         added = None if self.mesh.get_local_rank() else residual  # in the sum once
-        y = decode_linear(layer, x, residual=added, invariant=invariant)
-        return self.sums(y)
+        return self.sums(decode_linear(layer, x, residual=added, invariant=invariant))
 
     def generate(self, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         if options.get("seed") is None and options.get("generator") is None and options.get("temperature", 1.0) != 0:

@@ -40,15 +40,15 @@ _WITHOUT_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not
 
 
 def define(
-    schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], differentiable: Callable[..., Any],
-    composite: Callable[..., Any],
+    schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], composite: Callable[..., Any],
+    differentiable: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register an op with torch, and return it, to call with every argument positional.
 
     `schema` is "name(Tensor x, ...) -> Tensor". `kernel` computes on real tensors of any device; `fake` returns results
-    of the right shape, dtype and strides. `differentiable` replaces it where an argument requires a gradient;
-    `composite`, of torch's own differentiable functions, for tangents (forward mode), DTensors, and inside the
-    transforms of torch.func.
+    of the right shape, dtype and strides. `composite`, of torch's own differentiable functions, is for tangents
+    (forward mode), DTensors, and inside the transforms of torch.func. `differentiable` replaces the kernel where an
+    argument requires a gradient; without it results have none.
     """
     name = schema.partition("(")[0]
     library.define(schema)
@@ -62,7 +62,7 @@ def define(
             for x in tensors
         ):
             return composite(*args)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if differentiable is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return differentiable(*args)
         with below_autograd():
             return op(*args)

@@ -122,8 +122,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
-    count = math.floor(high / step + 1e-9) - first + 1
-    return [(first + i) * step for i in range(count)]
+    return [(first + i) * step for i in range(math.floor(high / step + 1e-9) - first + 1)]
 
 
 _MOST = 1e300

@@ -281,8 +281,7 @@ def devices() -> Devices:
 
 def _automatic_choice(*, torch_tensors: bool = False) -> ComputeDevice:
     for name in automatic_backends():
-        kind = _provider_class(name)
-        if not kind.may_have_hardware():
+        if not _provider_class(name).may_have_hardware():
             continue
         listed = _devices_or_reason(name)
         for device in () if isinstance(listed, str) else listed:
@@ -433,8 +432,7 @@ def _server(torch_type: str) -> str:
 
 def _serves(name: str, torch_type: str) -> bool:
     """Return whether a backend's provider serves tensors of a type; ROCm's tensors have the type "cuda", too."""
-    kind = _provider_class(name)
-    if kind.torch_type != torch_type:
+    if _provider_class(name).torch_type != torch_type:
         return False
     if torch_type != "cuda":
         return True

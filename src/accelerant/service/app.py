@@ -159,8 +159,7 @@ async def list_jobs(
     request: Request, state: JobState | None = None, limit: int = Query(100, ge=1, le=1000), before: str | None = None
 ) -> Response:
     """Jobs of the key, the newest first."""
-    key = _owner(request)
-    jobs = await request.app.state.jobs.list(key.key_id, state, limit, before)
+    jobs = await request.app.state.jobs.list(_owner(request).key_id, state, limit, before)
     return Response(json.dumps({"jobs": [vars(job) for job in jobs]}), media_type=JSON)
 
 

@@ -202,8 +202,7 @@ def write_kserve(
     """
     tensors, parts = [], []
     for name, value in values.items():
-        datatype = datatype_of(value)
-        entry: dict[str, Any] = {"name": name, "datatype": datatype}
+        entry: dict[str, Any] = {"name": name, "datatype": datatype_of(value)}
         entry["shape"] = [1] if isinstance(value, bytes) else list(value.shape)
         if binary if isinstance(binary, bool) else name in binary:
             part = len(value).to_bytes(4, "little") + value if isinstance(value, bytes) else value.tobytes()
@@ -314,8 +313,7 @@ def _read_arrow(body: bytes, most_json: int) -> Values:
     values: Values = {}
     described = 0
     try:
-        reader = arrow.ipc.MessageReader.open_stream(body)
-        for message in reader:
+        for message in arrow.ipc.MessageReader.open_stream(body):
             described += message.metadata.size
             if described > most_json:
                 raise FormatError(f"the metadata have more than {most_json:,} bytes")

@@ -316,8 +316,7 @@ register("clamp_max", "clamp_max_")(lambda place, x, high, *, out=None: _clamp(p
 
 @register("where.self")
 def _where(place: TensorDevice, condition: Any, a: Any, b: Any) -> Any:
-    dtype = promoted(a, b)
-    return elementwise(place, "select({2}, {1}, {0} != 0)", (condition, a, b), dtype)
+    return elementwise(place, "select({2}, {1}, {0} != 0)", (condition, a, b), promoted(a, b))
 
 
 @register("masked_fill", "masked_fill_")

@@ -567,8 +567,7 @@ def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
         y1, y2 = pair.y()
         same = k.is_zero(k.sub(y2, y1))
         kept = k.select(zero, k.select(same, k.times(y1, 2), k.one), difference)
-        infinite = code.op("or", k.is_zero(y1), k.is_zero(y2))
-        denominator.set(k.select(infinite, k.one, kept))
+        denominator.set(k.select(code.op("or", k.is_zero(y1), k.is_zero(y2)), k.one, kept))
     return denominator.get()
 
 
@@ -707,8 +706,7 @@ def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
             at = code.i64("mul", step, _SCALAR_WINDOW)
             words = code.load(packs.numbers, digits, code.i64("lshr", at, 6))
             shift = packs.joined(code, [code.i64("and", at, 63)] * packed.lanes)
-            value = code.op("and", code.op("lshr", words, shift), points - 1)
-            _choose(k, table, value, chosen)
+            _choose(k, table, code.op("and", code.op("lshr", words, shift), points - 1), chosen)
             code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
         store_affine(k, total, lanes.pointers("%z", 2 * k.size))
 

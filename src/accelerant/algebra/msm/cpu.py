@@ -252,8 +252,7 @@ def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
         k.write(slots, 1, k.zero)
         number = code.variable("i64", code("atomicrmw add ptr %next, i64 1 monotonic", "i64"))
         with code.loop_while(lambda: code.compare("slt", number.get(), size["tasks"])):
-            t = number.get()
-            first = code.i64("mul", t, TASK)
+            first = code.i64("mul", number.get(), TASK)
             row = [code.load("i64", "%tasks", code.i64("add", first, i)) for i in range(TASK)]
             common = {name: size[name] for name in ("stride", "n", "bits", "buckets", "step")}
             task = _Task(windows=(row[0], row[1]), points=(row[2], row[3]), sets=row[4], **common)

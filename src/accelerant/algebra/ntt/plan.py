@@ -269,8 +269,7 @@ def bit_reversed(index: int, bits: int) -> int:
 
 def permuted(x: Sequence[int]) -> list[int]:
     """Return 2^k numbers in bit-reversed order."""
-    bits = len(x).bit_length() - 1
-    return [x[i] for i in reversed_numbers(bits)]
+    return [x[i] for i in reversed_numbers(len(x).bit_length() - 1)]
 
 
 def ntt_reference(

@@ -337,8 +337,7 @@ class _RnsKernel(FunctionBuilder):
     def blocks(self, rows: str) -> Iterator[tuple[Value, Value]]:
         """Append a loop over the blocks of [begin, min(end, those of the rows)); yields a row and a first column."""
         log = self.op("sub", "%log_n", BLOCK.bit_length() - 1)
-        stop = self.smin("%end", self.op("shl", rows, log))
-        with self.loop("%begin", stop) as i:
+        with self.loop("%begin", self.smin("%end", self.op("shl", rows, log))) as i:
             row = self.op("lshr", i, log)
             yield row, self.op("shl", self.op("sub", i, self.op("shl", row, log)), BLOCK.bit_length() - 1)
 

@@ -60,8 +60,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
             f"cross_entropy needs outputs (..., classes) and targets (...), got {tuple(outputs.shape)} and "
             f"{tuple(targets.shape)}: give another loss"
         )
-    rows = outputs.reshape(-1, outputs.shape[-1])
-    return ops.cross_entropy(rows, targets.reshape(-1).long())
+    return ops.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1).long())
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._hopper import starts_early
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
-from accelerant.ops._library import below_autograd, define, is_plain, name_of, not_a_tensor, with_torch_keywords
+from accelerant.ops._library import define, is_plain, name_of, not_a_tensor, with_torch_keywords
 from accelerant.ops.attention import attention_reference, check_heads, checked, refuses_triton_kernels, shapes_of
 from accelerant.ops.attention.backends import TORCH, attend
 from accelerant.ops.attention.launch import triton_capability, with_rows
@@ -213,12 +213,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> 
     return attention_decode_fwd(case, q, k, v, lengths, scale)
 
 
-def _without_gradient(*args: Any) -> Tensor:
-    with below_autograd():
-        o: Tensor = _op(*args)
-    return o
-
-
 def _composite(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     Sq, T = q.shape[2], k.shape[2]
     key, query = torch.arange(T, device=q.device), torch.arange(Sq, device=q.device)
@@ -233,6 +227,5 @@ _op = define(
     "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, float scale) -> Tensor",
     kernel=_forward,
     fake=lambda q, k, v, lengths, scale: q.new_empty(q.shape),
-    differentiable=_without_gradient,
     composite=_composite,
 )

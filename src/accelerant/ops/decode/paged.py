@@ -296,12 +296,6 @@ def _forward(
     return attention_paged_fwd(case, q, k_blocks, v_blocks, block_table, lengths, starts, window, scale, softcap)
 
 
-def _without_gradient(*args: Any) -> Tensor:
-    with _library.below_autograd():
-        o: Tensor = _op(*args)
-    return o
-
-
 def _composite(
     q: Tensor, k_blocks: Tensor, v_blocks: Tensor, block_table: Tensor, lengths: Tensor, starts: Tensor | None,
     window: int, scale: float, softcap: float,
@@ -317,7 +311,6 @@ _op = _library.define(
     "int window, float scale, float softcap) -> Tensor",
     kernel=_forward,
     fake=lambda q, *_: q.new_empty(q.shape),
-    differentiable=_without_gradient,
     composite=_composite,
 )
 

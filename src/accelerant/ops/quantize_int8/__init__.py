@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelerant.ops import _launch
 from accelerant.ops._launch import RowTile
-from accelerant.ops._library import below_autograd, checked_dim, define, is_plain, with_torch_keywords
+from accelerant.ops._library import checked_dim, define, is_plain, with_torch_keywords
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 
@@ -141,16 +141,9 @@ def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return _fwd(case, x, dim)
 
 
-def _past_autograd(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    with below_autograd():
-        results: tuple[Tensor, Tensor] = _op(x, dim)
-    return results
-
-
 _op = define(
     "quantize_int8(Tensor x, int dim) -> (Tensor q, Tensor scale)",
     kernel=quantize_rows,
     fake=lambda x, dim: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(_without(x, dim), dtype=torch.float32)),
-    differentiable=_past_autograd,
     composite=torch_quantize,
 )

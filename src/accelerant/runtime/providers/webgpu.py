@@ -146,8 +146,7 @@ class WebgpuProvider(DriverProvider):
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         opened = self._device(device)
         entry = provider.pick_entry(source, entry)
-        kinds = source.entries[entry]
-        for position, kind in enumerate(kinds):
+        for position, kind in enumerate(source.entries[entry]):
             if not kind.startswith("*") and kind not in _SCALARS:
                 raise CompileError(f"kernel {entry!r}, argument {position}: WGSL has no scalar of type {kind}")
         began = time.perf_counter()

@@ -155,8 +155,7 @@ class _Answer:
         """Return the text, log-probabilities and reason to end that events add to each choice."""
         found: dict[int, dict[str, Any]] = {}
         for event in events:
-            index = event["index"]
-            one = found.setdefault(index, {"text": "", "tokens": [], "reason": None})
+            one = found.setdefault(event["index"], {"text": "", "tokens": [], "reason": None})
             one["text"] += event.get("echo", "") + event.get("text", "")
             one["tokens"] += event.get("prompt", ())
             if "token" in event:

@@ -77,8 +77,7 @@ def _related_inputs(family: Family, ic: U64, alpha: Any, montgomery: bool) -> st
             f"IC[{index}] of this key is infinity, so its proofs are valid with any public[{index - 1}]: the circuit "
             "ignores that input, or the key is not of an honest ceremony"
         )
-    first = _point(family.g1, rows[0], montgomery)
-    if _related(family.g1, {"IC[0]": first, "alpha1": alpha}):
+    if _related(family.g1, {"IC[0]": _point(family.g1, rows[0], montgomery), "alpha1": alpha}):
         return f"IC[0] and alpha1 of this key are related by a small factor, so {_ANYONE} with all public inputs 0"
     found = _same_row(rows[:, : rows.shape[1] // 2])  # x, of a point and its opposite
     if found is None and len(rows) <= _MOST_COMPARED:
