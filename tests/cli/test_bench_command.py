@@ -289,6 +289,9 @@ def test_a_path_that_cannot_be_written_ends_with_2_before_anything_is_measured(
     said = capsys.readouterr()
     assert f"{option}: {path} cannot be written" in said.err
     assert not said.out
+    if option != "--out":
+        assert status(suite, "--device", "cpu", "--out", "now.json", option, "./now.json") == 2
+        assert f"{option}: now.json is another file of this command" in capsys.readouterr().err
 
 
 def test_what_was_measured_is_printed_where_it_cannot_be_written_afterwards(tmp_path, small, monkeypatch, capsys):

@@ -86,6 +86,11 @@ def test_bad_usage_is_refused_before_the_script_runs(profiled, tmp_path, capsys)
     status, _, errors = profiled("raise SystemExit(5)", options=("--trace", str(tmp_path)))
     assert status == 2
     assert "is a folder; name a file" in errors
+    status, _, errors = profiled("raise SystemExit(5)", options=("--trace", "script.py"))
+    assert (status, errors) == (
+        2,
+        "accelerant: --trace: script.py is another file of this command: give another name\n",
+    )
     assert commands.status("profile", "absent.py") == 2
     assert "no file absent.py" in capsys.readouterr().err
 

@@ -111,6 +111,8 @@ def test_a_run_is_exported(runs, tmp_path):
     (["--export", "x"], "--export takes one run, got 0"),
     (["absent"], "absent holds no run: there is no config.json"),
     (["runs/a", "--export", "runs/b"], "runs/b is the folder of a run: export into another one"),
+    (["runs/a", "--report", "runs/b/metrics.jsonl"],
+     "--report runs/b/metrics.jsonl would be among the files of a run: name it *.html"),
     (["runs/a"] * 7 + ["--report", "x"], "--report draws 1 to 6 runs, got 7"),
 ])  # fmt: skip
 def test_wrong_usage_is_one_line_and_status_2(runs, arguments, message):

@@ -221,9 +221,9 @@ class _RunOptions:
                 raise ConfigError(f"--out: folder {folder} cannot be made: {error.strerror or error}") from None
             out, csv, report = folder / "record.json", csv or folder / "record.csv", report or folder / "report.html"
             journal = folder / "rows.jsonl"
-        for name, path in (("--out", out), ("--report", report), ("--csv", csv)):
+        for name, path, others in (("--out", out, ()), ("--report", report, (out,)), ("--csv", csv, (out, report))):
             if path is not None:
-                check_writable(name, path)
+                check_writable(name, path, *others)
         return out, csv, report, journal
 
     def _baseline(self, device: str) -> BenchmarkRecord | None:
@@ -332,7 +332,7 @@ def check(
     if write:
         if not loaded:
             raise ConfigError("--write: name the records to make floors from")
-        check_writable("FLOORS", floors)
+        check_writable("FLOORS", floors, *records or ())
         write_atomic(floors, floors_text(loaded, margin).encode())
         return
     known = read_floors(floors)
@@ -400,10 +400,12 @@ bench = Group(
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
-def check_writable(name: str, path: Path) -> None:
-    """Raise ConfigError for a path, given by the option `name`, that could not be written after the run."""
+def check_writable(name: str, path: Path, *others: Path | None) -> None:
+    """Raise ConfigError for a path, given by the option `name`, that could not be written, or is one of the others."""
     if path.is_dir():
         raise ConfigError(f"{name}: {path} is a folder; name a file")
+    if path.resolve() in {other.resolve() for other in others if other is not None}:
+        raise ConfigError(f"{name}: {path} is another file of this command: give another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):

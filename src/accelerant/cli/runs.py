@@ -162,7 +162,9 @@ def runs(
     if report is not None:
         if not 0 < len(shown) <= _MOST:
             raise ConfigError(f"--report draws 1 to {_MOST} runs, got {len(shown)}")
-        write_atomic(Path(report).expanduser(), _page(shown, differing, note).encode())
+        if (page := Path(report).expanduser()).suffix != ".html" and (page.parent / "config.json").exists():
+            raise ConfigError(f"--report {page} would be among the files of a run: name it *.html")
+        write_atomic(page, _page(shown, differing, note).encode())
     if json_output:
         values = {run.name: {"status": run.status, "settings": run.settings, "figures": run.figures} for run in shown}
         print(json.dumps({"runs": values, "differing": differing, "note": note}))

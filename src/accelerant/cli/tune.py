@@ -71,7 +71,7 @@ def tune(
         check_writable("--out", out)
     torch_device = torch.device(chosen.torch_device)
     until = None if max_seconds is None else time.monotonic() + max_seconds
-    before = _entries_of(out) if out is not None and until is not None and out.exists() else {}
+    before = _entries_of(out) if out is not None and out.exists() else {}  # also refuses any other file
     show = ProgressLine()
     results: list[TuneResult] = []
     stopped = False
@@ -187,7 +187,7 @@ def profile(
     if not script.is_file():
         raise MissingFile(f"no file {script}")
     if trace is not None:
-        check_writable("--trace", trace)
+        check_writable("--trace", trace, script)
         trace = trace.absolute()  # the script may change the folder
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own start and stop
     import torch
