@@ -184,7 +184,12 @@ class DocumentIndex:
                 self._collection.delete(filter=old)
         removed = len(set(known) - set(documents))
         return Indexed(
-            len(documents), len(self._collection), len(wanted), len(documents) - len(wanted), removed, reading.notes()
+            len(documents),
+            len(self._collection),
+            len(wanted),
+            len(documents) - len(wanted),
+            removed,
+            reading.notes(trains=False),
         )
 
     def _known(self) -> dict[str, dict[str, tuple[int, int]]]:

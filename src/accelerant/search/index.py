@@ -87,6 +87,14 @@ class State:
         """Rows that lie in lists."""
         return self.starts[-1] if self.starts else 0
 
+    def taken(self, rows: Tensor) -> State:
+        """Return the state of some rows."""
+        x, norms, codes = self.vectors, self.norms, self.codes
+        return State(
+            self.ids[rows], None if x is None else _gathered(x, rows), None if norms is None else norms[rows],
+            None if codes is None else codes[rows], self.starts, self.lists,
+        )  # fmt: skip
+
     def rows_of(self, at: int) -> range:
         """Return the rows of a list."""
         return range(self.starts[at], self.starts[at + 1])
@@ -305,8 +313,7 @@ class Index:
     def _appended(self, state: State, rows: Tensor, ids: Tensor) -> State:
         """Return a state with more rows, in no list; memory grows by half, so that small additions stay cheap."""
         if state.vectors is None:  # codes alone: rows pass through the lists at once
-            assert state.lists is not None
-            return self._encoded(state, rows, ids)
+            return self._placed(dataclasses.replace(state, ids=torch.cat([state.ids, ids])), rows)
         new = _grown(state.ids, ids), _grown(state.vectors, rows)
         norms = None if state.norms is None else _grown(state.norms, torch.linalg.vector_norm(rows, dim=1))
         return dataclasses.replace(state, ids=new[0], vectors=new[1], norms=norms)
@@ -319,34 +326,19 @@ class Index:
             return state
         if not fully and state.starts and fresh * _UNSORTED < count:
             return state
-        lists, device = state.lists, self.device
-        x = state.vectors[state.listed :]
+        return self._placed(state, state.vectors[state.listed :])
+
+    def _placed(self, state: State, x: Tensor) -> State:
+        """Return a state with its last rows, which are of these vectors, in lists."""
+        lists, codes = state.lists, state.codes
+        assert lists is not None
         at = nearest(x, lists.centroids, spherical=self.metric != "l2")
-        codes = state.codes
         if lists.quantizer is not None:
             own = lists.quantizer.encoded(x - lists.centroids[at] if lists.residual else x)
             codes = own if codes is None else torch.cat([codes, own])
-        every = torch.cat([list_numbers(state.starts, device), at])
-        order = every.argsort(stable=True)
-        return State(
-            state.ids[order], _gathered(state.vectors, order), None if state.norms is None else state.norms[order],
-            None if codes is None else codes[order], _starts(every, len(lists.centroids)), lists,
-        )  # fmt: skip
-
-    def _encoded(self, state: State, rows: Tensor, ids: Tensor) -> State:
-        """Return a state without vectors with the codes of more."""
-        lists = state.lists
-        assert lists is not None
-        assert lists.quantizer is not None
-        at = nearest(rows, lists.centroids, spherical=self.metric != "l2")
-        own = lists.quantizer.encoded(rows - lists.centroids[at] if lists.residual else rows)
-        codes = own if state.codes is None else torch.cat([state.codes, own])
         every = torch.cat([list_numbers(state.starts, self.device), at])
-        order = every.argsort(stable=True)
-        return dataclasses.replace(
-            state, ids=torch.cat([state.ids, ids])[order], codes=codes[order],
-            starts=_starts(every, len(lists.centroids)),
-        )  # fmt: skip
+        starts = _starts(every, len(lists.centroids))
+        return dataclasses.replace(state, codes=codes, starts=starts).taken(every.argsort(stable=True))
 
     def remove(self, ids: Any) -> int:
         """Remove the vectors with these ids (a list, set, array or range), and return how many there were."""
@@ -361,13 +353,10 @@ class Index:
             keep = torch.ones(len(state.ids), dtype=torch.bool, device=self.device)
             keep[gone if isinstance(gone, Tensor) else slice(None)] = False
             every = list_numbers(state.starts, self.device)[keep[: state.listed]]
-            count = len(state.starts) - 1
+            starts = _starts(every, len(state.starts) - 1) if state.starts else ()
             codes = None if state.codes is None else state.codes[keep[: state.listed]]
-            self._state = State(
-                state.ids[keep], None if state.vectors is None else state.vectors[keep],
-                None if state.norms is None else state.norms[keep], codes,
-                _starts(every, count) if state.starts else (), state.lists,
-            )  # fmt: skip
+            kept = dataclasses.replace(state, codes=None).taken(keep.nonzero().squeeze(1))
+            self._state = dataclasses.replace(kept, codes=codes, starts=starts)
             return int((~keep).sum())
 
     def search(self, queries: Any, k: int = 10, *, nprobe: int | None = None, mask: Any = None) -> Hits:
@@ -554,7 +543,7 @@ def _gathered(x: Tensor, rows: Tensor) -> Tensor:
     """Return some rows, on a CPU in NumPy's memory: its pages are large ones, which a scan reads in less time."""
     if x.device.type != "cpu":
         return x[rows]
-    out = torch.from_numpy(np.empty((len(rows), x.shape[1]), np.float32))
+    out = torch.from_numpy(np.empty((len(rows), x.shape[1]), np.uint8 if x.dtype == torch.uint8 else np.float32))
     return torch.index_select(x, 0, rows, out=out)
 
 

@@ -89,6 +89,7 @@ BINARY = {
     "program after a script": (b"#!/bin/sh\n" * 9000 + b"\x7fELF\0\0\1", "binary"),
     "zeros": (b"\0" * 100, "binary"),
     "text and a zero": (ENGLISH.encode() + b"\0" + ENGLISH.encode(), "binary"),
+    "lines with a zero": (b"text with a nul \0 inside it and more text\n" * 20, "binary"),
     "empty": (b"", "empty"),
     "mark alone": ("".encode("utf-16"), "empty"),
 }
@@ -149,6 +150,7 @@ def test_a_folder_says_what_it_leaves_out_and_what_outweighs_the_rest(tmp_path):
     assert "paper.pdf (PDF)" in left_out
     assert converted == "read win.txt (as UTF-16)"
     assert dominant.startswith("the file data.json is 99% of the text: ")
+    assert corpus.reading.notes(trains=False) == [left_out, converted]
     described = json.dumps(corpus.reading.to_dict())
     assert ".json: 1, 99%" in described
     assert "secret" not in described + b"".join(d.data for d in corpus.train).decode()

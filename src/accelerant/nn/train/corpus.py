@@ -144,8 +144,8 @@ class Reading:
         count = len(self.read)
         return f"{count:,} file{'s' * (count != 1)}, {size_text(sum(size for _, size in self.read))}"
 
-    def notes(self) -> list[str]:
-        """Return notes for the user: files that were left out, files that were converted, a file that dominates."""
+    def notes(self, *, trains: bool = True) -> list[str]:
+        """Return notes for the user: files left out, files converted, and for training a file that dominates."""
         notes = []
         if self.skipped:
             notes.append(f"read {self.title}; left out {_grouped(self.skipped)}")
@@ -153,7 +153,7 @@ class Reading:
             notes.append(f"read {_grouped(self.converted)}")
         total = sum(size for _, size in self.read)
         name, largest = max(self.read, key=lambda each: each[1], default=("", 0))
-        if len(self.read) > 1 and largest > _DOMINANT * total:
+        if trains and len(self.read) > 1 and largest > _DOMINANT * total:
             share = f"{min(largest / total, 0.99):.0%} of the text"
             notes.append(f"the file {name} is {share}: the model learns little else; leave it out unless you want that")
         return [escaped(note) for note in notes]
@@ -273,6 +273,7 @@ _KINDS = (
 """What files of other kinds begin with."""
 
 _CONTROLS = bytes([*range(7), *range(14, 27), *range(28, 32), 127])
+_PRINTABLE = bytes([9, 10, 13, *range(32, 127)])
 _CONTROL = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f\x80-\x84\x86-\x9f\ufffe\uffff]")
 _HIGH = bytes(range(128, 256))
 _NOT_1252 = bytes([0x81, 0x8D, 0x8F, 0x90, 0x9D])
@@ -339,7 +340,8 @@ def _is_wide(head: bytes, codec: str) -> bool:
     except UnicodeDecodeError:
         return False
     spaced = 50 * sum(map(str.isascii, text)) >= len(text)  # no text is without line ends, spaces and digits
-    return bool(text) and spaced and not _CONTROL.search(text)
+    ascii = 10 * len(head.translate(None, _PRINTABLE)) < len(head)  # of bytes with a NUL among them
+    return bool(text) and spaced and not ascii and not _CONTROL.search(text)
 
 
 def _decodable(first: list[bytes], rest: Iterator[bytes], codec: str, name: str) -> tuple[str, str]:
