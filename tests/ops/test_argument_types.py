@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from accelerant import ops
-from accelerant.errors import AccelerantError, ConfigError, ShapeError
+from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops.registry import public_ops
 from refusals import assert_raises
 
@@ -45,10 +45,39 @@ def test_an_argument_that_is_not_a_tensor_is_named_with_its_type(op, convert, au
 @pytest.mark.parametrize(("op", "name"), [
     ("matmul", "b"), ("linear", "weight"), ("linear_gelu", "weight"), ("conv2d", "weight"), ("mse_loss", "target"),
     ("l1_loss", "target"), ("binary_cross_entropy", "target"), ("binary_cross_entropy_with_logits", "target"),
+    ("add_layer_norm", "residual"), ("add_rms_norm", "residual"),
 ])  # fmt: skip
 def test_none_for_a_tensor_that_is_needed_is_named(op, name):
     with pytest.raises(TypeError, match=f"{op} takes torch tensors; {name} is a NoneType"):
         getattr(ops, op)(torch.rand(1, 2, 4, 4), None)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_none_for_the_first_tensor_is_named(op):
+    with pytest.raises(TypeError, match=f"{op} takes torch tensors; x is a NoneType"):
+        getattr(ops, op)(None, torch.rand(4))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("calls", [0, 1, 6])  # the first calls of a kind take the general path, later ones the fast one
+def test_nested_and_sparse_tensors_are_named(calls):
+    dense, (x, y) = torch.rand(3, 4), (torch.rand(3, 4), torch.rand(2, 4))
+    for _ in range(calls):
+        ops.mse_loss(dense, x)
+    for odd, kind in ((torch.nested.nested_tensor([x, y]), "nested"), (dense.to_sparse(), "sparse_coo")):
+        with pytest.raises(UnsupportedCase, match=f"an argument of mse_loss is a {kind} tensor; wanted a dense one"):
+            ops.mse_loss(odd, x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0), (0,), (0, 2, 0)])
+def test_rows_without_elements(shape):
+    x, weight, targets = torch.rand(shape), torch.rand(5, 0), torch.zeros(shape[:-1], dtype=torch.int64)
+    bias = torch.rand(5)
+    torch.testing.assert_close(ops.linear_gelu(x, weight, bias), functional.gelu(functional.linear(x, weight, bias)))
+    y = ops.linear_int8(x, weight.to(torch.int8), torch.ones(5), bias)
+    torch.testing.assert_close(y, functional.linear(x, weight, bias))
+    losses = ops.linear_cross_entropy(x, weight, targets, reduction="none")
+    torch.testing.assert_close(losses, torch.full(shape[:-1], 5.0).log())
 
 
 @pytest.mark.parametrize("op", [ops.softmax, ops.log_softmax, ops.quantize_int8])

@@ -24,6 +24,7 @@ from accelerant.ops import _library
 from accelerant.ops._library import active_modes, autocasts, define, is_ordinary, keys_of, own_arguments, transforming
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.plan import FEW_ELEMENTS, observers, torch_wants_determinism
+from accelerant.runtime.host import refuse_without_values
 from accelerant.runtime.ledger import RARELY, SAMPLE_EVERY, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
@@ -189,13 +190,19 @@ class CpuFastPath:
                 return public(*args, **options)
             length, count, check, last, names, grad, small, run, record, _ = kind = self._usual
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
-            if not (
-                len(values) == length
-                and (tuple(options) == names if options else not names)
-                and (check(*values) if length == count else values[-1] is last and check(*values[:-1]))
-                and (grad is None or is_grad_enabled() is grad)
-            ):
-                kinds = known.get(values[0].shape, ()) if values and type(values[0]) in _TENSORS else ()
+            try:
+                usual = (
+                    len(values) == length
+                    and not values[0].is_nested  # the guards' check of such a tensor would end the process
+                    and (tuple(options) == names if options else not names)
+                    and (check(*values) if length == count else values[-1] is last and check(*values[:-1]))
+                    and (grad is None or is_grad_enabled() is grad)
+                )
+            except AttributeError:  # no tensor
+                usual = False
+            if not usual:
+                plain = values and type(values[0]) in _TENSORS and not values[0].is_nested
+                kinds = known.get(values[0].shape, ()) if plain else ()
                 for others, kind in kinds:
                     length, count, check, _, names, grad, small, run, record, _ = kind
                     if (
@@ -203,6 +210,7 @@ class CpuFastPath:
                         and (grad is None or is_grad_enabled() is grad)
                         and (length == count or all(map(is_, values[count:], others)) or _are(values[count:], others))
                         and (tuple(options) == names if options else not names)
+                        and not any([type(x) in _TENSORS and x.is_nested for x in values])  # noqa: C419 - faster
                         and check(*(values if length == count else values[:count]))
                     ):
                         break
@@ -271,7 +279,13 @@ class CpuFastPath:
             own_args, own = own_arguments(public.__name__, args, options)
             if own is not options:
                 return call(*own_args, **own)
-        return self._learn(public, args, options, values) if learns else public(*args, **options)
+        try:
+            return self._learn(public, args, options, values) if learns else public(*args, **options)
+        except RuntimeError:
+            for x in values:
+                if type(x) in _TENSORS and not x.is_meta:
+                    refuse_without_values(x, f"an argument of {public.__name__}")
+            raise
 
     def _may_learn(self, x: Tensor, values: tuple[Any, ...]) -> bool:
         """Return whether a call elsewhere than on a CPU may teach a kind; this costs little where it may not."""

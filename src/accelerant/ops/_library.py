@@ -143,6 +143,13 @@ def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x if keep else x.to(low) for x, keep in zip(tensors, kept, strict=True))
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its last dimension's rows, which may be empty."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """Return a dtype's name without the module: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._launch import add_product, ceil_div, product_cost, triton_operation
-from accelerant.ops._library import autocast_dtype, check_dtype, name_of
+from accelerant.ops._library import autocast_dtype, check_dtype, name_of, rows_of
 from accelerant.ops._per_example import Forming
 from accelerant.ops.cross_entropy import (
     LossOp,
@@ -380,7 +380,7 @@ def linear_cross_entropy(
     dtype = low if wide and low is not None else hidden.dtype
     shape = targets.shape
     if hidden.dim() != 2:
-        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        hidden, targets = rows_of(hidden), targets.reshape(-1)
     needs_grad = torch.is_grad_enabled()
     try:
         loss: Tensor = _linear_cross_entropy(

@@ -452,7 +452,7 @@ linear_gelu_bwd: Callable[..., Sequence[Tensor | None]] = _launch.triton_operati
 def _torch_equivalent(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     if x.dim() == 2:
         return _gelu(functional.linear(x, weight, bias), approximate)
-    return _torch_equivalent(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
+    return _torch_equivalent(_library.rows_of(x), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
 _cpu = CpuFastPath(_torch_equivalent, small=lambda *_, **__: True, args=(False,))
@@ -494,7 +494,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
         raise ShapeError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
     if approximate not in _APPROXIMATIONS:
         raise ConfigError(f"approximate must be 'none' or 'tanh', got {clipped(approximate)}")
-    y: Tensor = _linear_gelu(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, approximate)
+    y: Tensor = _linear_gelu(_library.rows_of(x), weight, bias, approximate)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -536,7 +536,7 @@ def linear_int8(
     if low is not None and x.dtype != torch.float64:
         x = x.to(low)
     _check(x, weight, scale, bias, dynamic)
-    y: Tensor = _linear_int8(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, scale, bias, dynamic)
+    y: Tensor = _linear_int8(_library.rows_of(x), weight, scale, bias, dynamic)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -107,7 +107,7 @@ class OneDnnLinear(torch.autograd.Function):
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias in float32 on a CPU, for x (..., K) and weight (N, K), recorded by autograd."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = _library.rows_of(x)
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
     apply: Callable[..., Tensor] = OneDnnLinear.apply if recorded else _multiply
     y = apply(rows, weight, bias)

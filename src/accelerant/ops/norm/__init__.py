@@ -663,9 +663,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     return y, s
 
 
-def _check(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None
-) -> None:
+def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *residuals: Tensor) -> None:
     try:
         if x.dtype not in FLOATING:
             check_dtype(op, x)
@@ -678,7 +676,7 @@ def _check(
                 raise ShapeError(f"{name} must be ({x.shape[-1]},), got {tuple(vector.shape)}")
             if vector.dtype is not x.dtype or vector.device != x.device:
                 check_or_float32(name, vector, x)
-        if residual is not None:
+        for residual in residuals:
             if residual.dim() != x.dim() or residual.shape != x.shape:
                 raise ShapeError(f"residual must be {tuple(x.shape)} as x is, got {tuple(residual.shape)}")
             if residual.dtype != x.dtype:
@@ -686,8 +684,9 @@ def _check(
             if residual.device != x.device:
                 raise ShapeError(f"residual must be on {x.device}, where x is; it is on {residual.device}")
     except AttributeError:
-        for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("bias", bias)):
-            if tensor is not None and not isinstance(tensor, Tensor):
+        vectors = [(name, each) for name, each in (("weight", weight), ("bias", bias)) if each is not None]
+        for name, tensor in (("x", x), *(("residual", each) for each in residuals), *vectors):
+            if not isinstance(tensor, Tensor):
                 raise not_a_tensor(op, name, tensor) from None
         raise
     if type(eps) is not float and not isinstance(cast(object, eps), Real):
