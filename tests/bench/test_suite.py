@@ -11,6 +11,7 @@ from accelerant.bench.record import BenchmarkRecord, Environment, Journal, Row
 from accelerant.bench.suite import Clock, SuiteCase, SuiteRun, collect, measure_cases
 from accelerant.errors import AccelerantError, DeviceLost, FormatError
 from accelerant.runtime import registry
+from refusals import assert_raises
 
 
 def new_record():
@@ -63,8 +64,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("done") for line in lines] == [None, "a", "b"]
     path.write_bytes(b"something else\n")
-    with pytest.raises(FormatError):
-        Journal(path, new_record(), resume=True)
+    assert_raises(FormatError, None, Journal, path, new_record(), resume=True)
 
 
 def test_a_run_goes_on_after_a_torn_first_line(tmp_path):
@@ -103,8 +103,7 @@ def test_a_failure_leaves_its_rows_and_the_cases_after_it(kind, tmp_path):
     path, seen = tmp_path / "rows.jsonl", []
     cases = [case("a", seen, fails=kind), case("b", seen)]
     record = new_record()
-    with pytest.raises(kind, match="it came out wrong"):
-        run_cases(record, cases, journal=Journal(path, record, resume=False))
+    assert_raises(kind, "it came out wrong", run_cases, record, cases, journal=Journal(path, record, resume=False))
     assert [(row.op, row.case, row.note) for row in record.rows] == [
         ("a", "case", ""),
         ("a", "failed", f"{kind.__name__}: it came out wrong"),

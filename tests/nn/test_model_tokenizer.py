@@ -219,8 +219,7 @@ def test_a_folder_without_a_template_says_so(plain):
 
 def test_what_a_template_refuses_is_said(plain):
     tokenizer = with_template(plain, TEMPLATES["instructions"])
-    with pytest.raises(ConfigError, match=r"refuses the messages: .*roles must alternate"):
-        tokenizer.apply_chat(CHATS[0] * 2)
+    assert_raises(ConfigError, r"refuses the messages: .*roles must alternate", tokenizer.apply_chat, CHATS[0] * 2)
 
 
 HOSTILE = {

@@ -10,6 +10,7 @@ from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.decode import paged
 from accelerant.ops.decode.op import attention_decode_reference, attention_paged_reference
+from refusals import assert_raises
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -206,8 +207,7 @@ Z = torch.zeros
 ])  # fmt: skip
 def test_refuses(change, options, error, words):
     args = [change.get(at, x) for at, x in enumerate(call_of([9, 4], [1, 1]))]
-    with pytest.raises(error, match=words):
-        ops.attention_paged(*args, **options)
+    assert_raises(error, words, ops.attention_paged, *args, **options)
 
 
 @pytest.mark.parametrize(("change", "error", "words"), [
@@ -224,5 +224,4 @@ def test_append_refuses(change, error, words):
         args[at] = x
     if 2 in change:
         args[3] = args[2].clone(memory_format=torch.preserve_format)
-    with pytest.raises(error, match=words):
-        ops.append_paged(*args)
+    assert_raises(error, words, ops.append_paged, *args)

@@ -30,8 +30,7 @@ def test_names_that_changed_say_the_new_one():
     for module, old, new in ((dp, "Event", "PrivacyEvent"), (dp, "Statement", "PrivacyStatement"),
                              (dp, "GradientPrivatizer", "Privatizer"),
                              (he.bfv, "Parameters", "EncryptionParameters")):  # fmt: skip
-        with pytest.raises(AttributeError, match=f"{old} is {new} now"):
-            getattr(module, old)
+        assert_raises(AttributeError, f"{old} is {new} now", getattr, module, old)
         assert getattr(module, new).__name__ == new
 
 

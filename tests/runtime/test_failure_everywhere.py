@@ -110,8 +110,7 @@ def test_a_lost_device_is_an_error_under_every_policy(fake, msm, method):
             provider.fail(method, DeviceLost("gone"), after=n)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", FallbackWarning)
-                with pytest.raises(DeviceLost, match="gone"):
-                    msm.check(acl.Accelerator("fake", fallback=policy))
+                assert_raises(DeviceLost, "gone", msm.check, acl.Accelerator("fake", fallback=policy))
 
 
 def test_a_kernel_that_does_not_compile_is_left_to_the_cpu(msm):
@@ -211,7 +210,6 @@ def test_without_fallback_a_training_step_raises(calls):
     total = counter.total
     with override(fallback="forbid"):
         for n in range(1, total + 1, 11):
-            with pytest.raises(LaunchError, match="refused"):
-                train(*on(device), counter, n, LaunchError("refused"))
+            assert_raises(LaunchError, "refused", train, *on(device), counter, n, LaunchError("refused"))
             counter.set(0)
     assert_raises(DeviceLost, "gone", lambda: train(*on(device), counter, total // 2, DeviceLost("gone")))

@@ -497,8 +497,7 @@ def test_what_cannot_be_predicted_says_why():
     assert_raises(ConfigError, "got int", predict_peak, 5)
     assert_raises(ConfigError, "call=", predict_peak, torch.relu, torch.ones(2), call=gpt_loss)
     assert_raises(ConfigError, "meta", predict_peak, torch.relu, torch.ones(2, device="meta"))
-    with pytest.raises(UnsupportedCase, match="LBFGS"):
-        predict_peak(mlp(), torch.randn(1, 64), optimizer=torch.optim.LBFGS)
+    assert_raises(UnsupportedCase, "LBFGS", predict_peak, mlp(), torch.randn(1, 64), optimizer=torch.optim.LBFGS)
 
 
 # --- the largest batch -----------------------------------------------------------------------------------------------
@@ -639,8 +638,7 @@ def test_the_search_keeps_to_its_bounds():
     ({"model": torch.relu}, ConfigError, "torch.nn.Module"),
 ])  # fmt: skip
 def test_bad_searches_are_refused(arguments, error, text):
-    with pytest.raises(error, match=text):
-        optimal_batch_size(**{"model": mlp(), "sample": torch.zeros(2, 64), **arguments})
+    assert_raises(error, text, optimal_batch_size, **{"model": mlp(), "sample": torch.zeros(2, 64), **arguments})
 
 
 @pytest.mark.slow

@@ -155,8 +155,7 @@ def test_proofs_of_inference_come_verified(client):
     assert y.tolist() == [[-47, -31, -8]]
     assert commitment.network.widths == "8-16-3"
     assert not acl.zk.inference.verify(commitment, -x, y, proof)
-    with pytest.raises(errors.ShapeError, match=r"x must be \(batch, 8\)"):
-        client.prove_inference(folder / "network", x[:, :5])
+    assert_raises(errors.ShapeError, r"x must be \(batch, 8\)", client.prove_inference, folder / "network", x[:, :5])
     assert_raises(errors.FormatError, "an integer network begins with", client.prove_inference, b"weights", x)
 
 

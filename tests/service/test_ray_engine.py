@@ -16,6 +16,7 @@ from accelerant.errors import AccelerantError, ConfigError
 from accelerant.service import ray_engine
 from accelerant.service.bodies import SAFETENSORS, read_tensors, write_tensors
 from accelerant.service.settings import ServiceSettings
+from refusals import assert_raises
 from requirements import free_port, require_module
 
 NODES = [{"Alive": True, "Resources": resources} for resources in ({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})]
@@ -34,13 +35,11 @@ def test_placement():
     assert ray_engine._placement(cpus, None) == (2, {"num_cpus": 1}, "cpu")
     assert ray_engine._placement(cpus, 1)[0] == 1
     for wrong in (0, 3):
-        with pytest.raises(ConfigError, match=f"1 to 2, the cluster's nodes, got {wrong}"):
-            ray_engine._placement(cpus, wrong)
+        assert_raises(ConfigError, f"1 to 2, the cluster's nodes, got {wrong}", ray_engine._placement, cpus, wrong)
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="needs state_url=postgresql"):
-        ray_engine.run(ServiceSettings(directory=tmp_path))
+    assert_raises(ConfigError, "needs state_url=postgresql", ray_engine.run, ServiceSettings(directory=tmp_path))
     url = "postgresql://user@localhost/name"
     with pytest.raises(ConfigError, match="has no TLS"):
         ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, tls_certificate="a", tls_key="b"))

@@ -477,8 +477,7 @@ def test_pairing_product(name):
     outside = point_out_of_subgroup(g2.parameters)
     with pytest.raises(FormatError, match=r"g2_points\[2\], .* not in its subgroup"):
         pairing_product_is_one(p, [*g2.decode(q[:2]), outside], name)
-    with pytest.raises(ShapeError, match="as many points of both groups, got 3 and 2"):
-        pairing_product_is_one(p, q[:2], name)
+    assert_raises(ShapeError, "as many points of both groups, got 3 and 2", pairing_product_is_one, p, q[:2], name)
     assert_raises(ShapeError, r"must be \(n, 2, \d\), got \(2, \d\)", pairing_product_is_one, p[0], q[0], name)
 
 

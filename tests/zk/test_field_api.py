@@ -559,8 +559,7 @@ def test_words_as_tensors_of_a_device(one_of_each, monkeypatch):
     bad, value = unreduced(field)
     assert_raises(FormatError, rf"x\[1\] \(flattened\) is {value}", lambda: field.neg(torch.from_numpy(bad)))
     assert field.decode(torch.from_numpy(bad), reduce=True) == [0, value % p, 2]
-    with pytest.raises(FormatError, match=r"x\[2\] \(flattened\) is 0"):
-        field.inv(torch.from_numpy(field.encode([1, 2, 0])))
+    assert_raises(FormatError, r"x\[2\] \(flattened\) is 0", field.inv, torch.from_numpy(field.encode([1, 2, 0])))
     one_word_on = torch.cat([a.reshape(-1)[:1].view(torch.uint8), a.reshape(-1).view(torch.uint8)])
     one_word_on = one_word_on[a.element_size() :].view(a.dtype).reshape(a.shape)
     assert field.decode(field.neg(one_word_on)) == (-values % p).tolist()

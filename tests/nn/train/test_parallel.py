@@ -27,6 +27,7 @@ from accelerant.nn.train import TrainConfig
 from accelerant.nn.train.data import make_source
 from accelerant.nn.train.parallel import GradientReduction, share_of
 from accelerant.runtime.processes import PeerMemory, Processes
+from refusals import assert_raises
 
 two = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
@@ -176,12 +177,10 @@ class Two(Processes):
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"batch_size must be a multiple of the 2 processes, got 7"):
-        share_of(7, Two())
+    assert_raises(ConfigError, r"batch_size must be a multiple of the 2 processes, got 7", share_of, 7, Two())
     monkeypatch.setattr("accelerant.nn.train.data.Processes", Two)
     x = torch.zeros(10, 2)
-    with pytest.raises(ConfigError, match=r"a multiple of the 2 processes, got 5"):
-        make_source(x, None, TrainConfig(batch_size=5))
+    assert_raises(ConfigError, r"a multiple of the 2 processes, got 5", make_source, x, None, TrainConfig(batch_size=5))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:9]), batch_size=4)
     with pytest.raises(ConfigError, match=r"a batch of 1 rows, which 2 processes cannot share"):
         make_source(loader, None, TrainConfig())
@@ -208,8 +207,7 @@ def test_buckets_hold_every_parameter_once_and_begin_small():
     assert all(offset % 64 == 0 for bucket in reduction._buckets for offset in bucket.offsets)
     with pytest.raises(ConfigError, match=r"reduce_dtype must be float32 or bfloat16, got torch.float16"):
         GradientReduction(params, Two(), dtype=torch.float16)
-    with pytest.raises(ConfigError, match="bucket_bytes must be above 0, got 0"):
-        GradientReduction(params, Two(), bucket_bytes=0)
+    assert_raises(ConfigError, "bucket_bytes must be above 0, got 0", GradientReduction, params, Two(), bucket_bytes=0)
 
 
 @pytest.mark.parametrize("sizes", [(5, 64), (64, 64)])

@@ -429,10 +429,8 @@ def test_an_absent_device_is_refused():
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     for name in ("cuda", "cuda:1"):
-        with pytest.raises(BackendUnavailable, match="'cuda'"):
-            Trainer(made(), with_(device=name))
-    with pytest.raises(ConfigError, match="unknown backend 'abacus'; known are cuda"):
-        Trainer(made(), with_(device="abacus:1"))
+        assert_raises(BackendUnavailable, "'cuda'", Trainer, made(), with_(device=name))
+    assert_raises(ConfigError, "unknown backend 'abacus'; known are cuda", Trainer, made(), with_(device="abacus:1"))
 
 
 # --- stopping, watching ----------------------------------------------------------------------------------------------

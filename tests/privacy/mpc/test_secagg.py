@@ -537,8 +537,7 @@ def test_a_round_whose_first_message_fails_is_over(party):
 def test_a_round_is_never_used_twice(party, tmp_path):
     party.run(3)
     for number in (3, 2):
-        with pytest.raises(ProtocolError, match=f"round {number} is not above the last one, 3"):
-            party.clients[0].advertise(number)
+        assert_raises(ProtocolError, f"round {number} is not above the last one, 3", party.clients[0].advertise, number)
     path = tmp_path / "round"
     party.setup.client(0, party.signing[0], party.keys, state_path=path).advertise(9)
     again = party.setup.client(0, party.signing[0], party.keys, state_path=path)
@@ -564,8 +563,7 @@ def test_clients_abort_at_any_wrong_answer(stage):
         ]
     ):
         _, answers = party.upto(stage, number)
-        with pytest.raises((ProtocolError, FormatError)):
-            party.step(stage, 0, change(answers[0], answers[1]))
+        assert_raises((ProtocolError, FormatError), None, party.step, stage, 0, change(answers[0], answers[1]))
         assert "no round" in repr(party.clients[0])
         assert party.clients[0]._round is None
         assert_raises(ProtocolError, "in no round", party.step, stage, 0, answers[0])
@@ -694,8 +692,7 @@ def test_a_round_is_bound_to_one_request(party):
     server = party.server()
     server.bind(b"model 1")
     sent = [client.advertise(0, b"model 1") for client in party.clients[:4]]
-    with pytest.raises(ProtocolError, match="another round or request"):
-        server.receive(party.clients[4].advertise(0, b"model 2"))
+    assert_raises(ProtocolError, "another round or request", server.receive, party.clients[4].advertise(0, b"model 2"))
     for message in sent:
         server.receive(message)
     assert_raises(ProtocolError, "before its first message", server.bind, b"model 2")
@@ -727,8 +724,7 @@ def test_a_round_is_bound_to_one_request(party):
 def test_updates_are_checked_before_anything_is_sent(party):
     for update, error in ((torch.zeros(SIZE + 1), ShapeError), (torch.full((SIZE,), math.nan), DivergenceError)):
         _, answers = party.upto("mask", party.clients[0].last_round + 1)
-        with pytest.raises(error):
-            party.clients[0].masked_input(answers[0], update)
+        assert_raises(error, None, party.clients[0].masked_input, answers[0], update)
         assert party.clients[0]._round is None
 
 

@@ -152,6 +152,5 @@ def test_arguments_that_make_no_file(powers, family, tmp_path):
         ({"tau_g1": powers.powers("tau_g1")[:-1]}, ShapeError, r"tau_g1 must be \(15, \d+\), got \(14,"),
         ({"lagrange": {"tau_g1": powers.powers("tau_g1")}}, ConfigError, "lagrange must have tau_g1, tau_g2,"),
     ):
-        with pytest.raises(error, match=message):
-            write_ptau(tmp_path / "wrong.ptau", family.name, **(good | change))
+        assert_raises(error, message, write_ptau, tmp_path / "wrong.ptau", family.name, **(good | change))
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import TERM, CustomGate, R1cs, write_r1cs
 from accelerant.zk.formats import circuit as circuit_module
+from refusals import assert_raises
 
 KIND, FILE = R1cs, "product.r1cs"
 HEADER, CONSTRAINTS, LABELS, GATES, USES = range(1, 6)
@@ -175,8 +176,7 @@ def test_matrices_that_do_not_fit_in_memory(altered, data, monkeypatch):
     with altered(data) as circuit:
         monkeypatch.setattr(circuit_module, "array", Mock(side_effect=MemoryError))
         for read in (circuit.matrices, circuit.check):
-            with pytest.raises(OutOfMemory, match=r"altered.r1cs: the matrices of 2 constraints do not fit"):
-                read()
+            assert_raises(OutOfMemory, r"altered.r1cs: the matrices of 2 constraints do not fit", read)
 
 
 def test_custom_gates_that_are_none(altered):
@@ -221,6 +221,5 @@ def test_arguments_that_make_no_circuit(tmp_path):
             "2 public signals, 1 private inputs and wire 0 do not fit in 3 wires and 3 labels",
         ),
     ):
-        with pytest.raises(error, match=message):
-            write_r1cs(tmp_path / "wrong.r1cs", "bn254", **(good | change))
+        assert_raises(error, message, write_r1cs, tmp_path / "wrong.r1cs", "bn254", **(good | change))
     assert not list(tmp_path.iterdir())

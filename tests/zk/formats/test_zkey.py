@@ -11,6 +11,7 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import PrimeCoordinates, QuadraticCoordinates, in_subgroup
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import COEFFICIENT, Label, Zkey, write_zkey
+from refusals import assert_raises
 
 KIND, FILE = Zkey, "product.zkey"
 HEADER, IC, COEFFICIENTS, A, B1, B2, C, H, CONTRIBUTIONS = range(2, 11)
@@ -303,8 +304,6 @@ def test_arguments_that_make_no_key(tmp_path):
             ({"coefficients": np.zeros((1, 1), COEFFICIENT)}, ShapeError, r"coefficients must be \(n,\)"),
         ]
         for change, error, message in wrong:
-            with pytest.raises(error, match=message):
-                write_zkey(tmp_path / "wrong.zkey", "bn254", **(good | change))
-        with pytest.raises(ConfigError, match="unknown pairing 'bn256'"):
-            write_zkey(tmp_path / "wrong.zkey", "bn256", **good)
+            assert_raises(error, message, write_zkey, tmp_path / "wrong.zkey", "bn254", **(good | change))
+        assert_raises(ConfigError, "unknown pairing 'bn256'", write_zkey, tmp_path / "wrong.zkey", "bn256", **good)
     assert not list(tmp_path.iterdir())

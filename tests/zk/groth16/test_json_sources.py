@@ -83,8 +83,7 @@ def test_parsed_values_are_checked_as_text_is():
         ({"curve": None}, '"curve" must be one of bn128'),
         ({"protocol": "plonk"}, '"protocol" must be "groth16"'),
     ):
-        with pytest.raises(FormatError, match=match):
-            verify(KEY, PROOF.public, proof | change)
+        assert_raises(FormatError, match, verify, KEY, PROOF.public, proof | change)
     with pytest.raises(FormatError, match='has no "pi_b"'):
         Proof.from_json({key: value for key, value in proof.items() if key != "pi_b"})
 

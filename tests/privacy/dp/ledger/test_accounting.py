@@ -368,8 +368,7 @@ def test_values_without_meaning(call, changes, message):
 
 def test_without_dp_accounting(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp.rdp_privacy_accountant", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'accelerant\[privacy\]'"):
-        epsilon(PrivacyEvent("gaussian", 1.2345))
+    assert_raises(MissingDependency, r"pip install 'accelerant\[privacy\]'", epsilon, PrivacyEvent("gaussian", 1.2345))
 
 
 # --- events: what they refuse, and that JSON gives them back ----------------------------------------------------------

@@ -330,8 +330,7 @@ def test_crafted_records_are_named(tmp_path):
     records += [{"kind": "used", "closed": True, "events": bad} for bad in (5, [[EVENT]], [[EVENT, HUGE]], {})]
     records += [{"kind": "merged", "runs": bad} for bad in ([1], {"x": 5}, {"x": [EVENT]})]
     for crafted in (*((None, record) for record in records), *((run,) for run in CRAFTED_RUNS)):
-        with pytest.raises(FormatError, match=r"privacy\.jsonl"):
-            PrivacyLedger.read(craft(path, *crafted))
+        assert_raises(FormatError, r"privacy\.jsonl", PrivacyLedger.read, craft(path, *crafted))
         assert_raises(FormatError, r"privacy\.jsonl", PrivacyLedger, path)
     for bad in ({"a": 5}, {"a": {}}, {"a": "abc"}, {5: []}, {"a": [5]}, *({"a": [EVENT | bad]} for bad in CRAFTED)):
         with pytest.raises(FormatError), PrivacyLedger() as ledger:

@@ -305,8 +305,7 @@ def test_privacy_by_user():
         assert (event.sampling, event.sample_rate, event.count) == ("poisson", 0.5, 8)
         with pytest.raises(ShapeError, match="each of the 29 rows of the data, got 30"):
             training.batches(tuple(each[1:] for each in data))
-        with pytest.raises(ConfigError, match="leave sampler out"):
-            training.batches(data, sampler=dp.PoissonSampler(30, 0.5))
+        assert_raises(ConfigError, "leave sampler out", training.batches, data, sampler=dp.PoissonSampler(30, 0.5))
 
 
 @pytest.mark.parametrize(("groups", "error", "message"), [

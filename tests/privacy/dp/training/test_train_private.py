@@ -326,8 +326,7 @@ def test_a_ledger_that_cannot_be_written_leaves_the_finished_run_in_the_folder(r
             (Path(run.data[0]), FormatError, "no record of a privacy ledger"),
         ):
             extension = PrivateRun(PrivateSettings(str(path), noise_multiplier=3.0))
-            with pytest.raises(error, match=message):
-                run_training(run, out, CPU, progress=Watcher(), extension=extension)
+            assert_raises(error, message, run_training, run, out, CPU, progress=Watcher(), extension=extension)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
@@ -336,8 +335,7 @@ def test_the_ledger_of_others_is_given_back_where_the_folder_cannot_be_used(run,
     out.mkdir()
     (out / "config.json").write_text("somebody else's")
     extension = PrivateRun(PrivateSettings(str(shared), noise_multiplier=3.0))
-    with pytest.raises(ConfigError, match="something else"):
-        run_training(run, out, CPU, progress=Watcher(), extension=extension)
+    assert_raises(ConfigError, "something else", run_training, run, out, CPU, progress=Watcher(), extension=extension)
     dp.PrivacyLedger(shared, unit="window of 17 tokens").close()
 
 
@@ -381,8 +379,7 @@ def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_
             shared = tmp_path / "other.jsonl"
             dp.PrivacyLedger(shared, unit=unit).close()
         extension = PrivateRun(PrivateSettings(str(shared), target_epsilon=1.0))
-        with pytest.raises(error, match=message):
-            run_training(run, out, CPU, progress=Watcher(), extension=extension)
+        assert_raises(error, message, run_training, run, out, CPU, progress=Watcher(), extension=extension)
         assert not (out / "config.json").exists()
 
 
