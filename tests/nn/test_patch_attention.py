@@ -26,8 +26,6 @@ from transformers.masking_utils import sdpa_mask
 import accelerant as acl
 from accelerant.nn.patching import attention, blocks
 
-PADDING = ("left", "right", "both", "holes", "nothing else", "ones")
-
 
 def padded(kind, B=3, S=13, seed=0):
     """A mask of tokens, drawn: the first sequence has no padding, the others some."""
@@ -60,13 +58,10 @@ def ours(monkeypatch):
         monkeypatch.setattr(module, "is_torchs", lambda pattern, x: False)
 
 
-EXACT = (*CAUSAL, "gemma2", "gemma3", "phi3", "mixtral", "bert", "roberta", "modernbert")
-
-
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", PADDING)
-@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize("kind", ["left", "right", "both", "holes", "nothing else", "ones"])
+@pytest.mark.parametrize("family", [*CAUSAL, "gemma2", "gemma3", "phi3", "mixtral", "bert", "roberta", "modernbert"])
 def test_padding_is_exact_everywhere_on_our_kernels(family, kind, seed, ours):
     model, inputs = make(family), batch(family, 3)
     inputs["attention_mask"] = padded(kind, seed=seed)

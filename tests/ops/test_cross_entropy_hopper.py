@@ -11,12 +11,10 @@ from accelerant.ops import cross_entropy, linear_cross_entropy
 from accelerant.ops.cross_entropy import cross_entropy_reference, launch
 from accelerant.runtime.dispatch import Case, force
 
-needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")
-
 
 @pytest.mark.sample(3)
 @pytest.mark.slow
-@needs_nvrtc
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")
 @pytest.mark.parametrize("plan", launch.SHARED_ROW_CONFIGS)
 @pytest.mark.parametrize(("mean", "smooth", "alike"), [(True, False, True), (False, True, False)])
 def test_compiles_within_its_budget(plan, mean, smooth, alike):

@@ -65,12 +65,9 @@ def check(cell, implementation, dtype, tolerance, device="cpu", **sizes):
     assert max(errors(cell, implementation, dtype, device, **sizes)) <= tolerance
 
 
-SIZES = [{}, {"B": 1, "T": 1}, {"B": 7, "T": 3, "H": 64, "bias": False}]
-
-
 @pytest.mark.sample(3, 1)
 @cells
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"B": 1, "T": 1}, {"B": 7, "T": 3, "H": 64, "bias": False}], ids=str)
 def test_llvm_matches_the_reference_with_its_gradients(cell, sizes):
     check(cell, "llvm", torch.float64, 1e-13, **sizes)
     check(cell, "llvm", torch.float32, 2e-6, **sizes)

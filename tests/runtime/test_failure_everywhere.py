@@ -19,7 +19,6 @@ from requirements import require_backend
 pytestmark = pytest.mark.slow
 
 CALLS = ("copy_to_device", "launch", "copy_to_host", "synchronize", "record_event")
-METHODS = ("allocate", *CALLS)
 
 
 class Sum:
@@ -102,7 +101,7 @@ def test_without_fallback_it_raises_and_the_next_sum_is_right(fake, msm, method)
         msm.check(accelerator)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["allocate", *CALLS])
 def test_a_lost_device_is_an_error_under_every_policy(fake, msm, method):
     provider, calls = fake
     for n in range(0, calls[method], 3):

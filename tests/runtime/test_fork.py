@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this
 
 SOURCE = Path(__file__).parents[2] / "src"
 NO_OPENCL = registry.reason_absent("opencl")
-needs_opencl = pytest.mark.skipif(bool(NO_OPENCL), reason=NO_OPENCL or "-")
 
 
 def run(program, *arguments, folder, timeout_s=120):
@@ -156,7 +155,7 @@ print(folder)
 
 
 @pytest.mark.slow
-@needs_opencl
+@pytest.mark.skipif(bool(NO_OPENCL), reason=NO_OPENCL or "-")
 def test_opencl_in_a_child_is_an_error_and_its_parent_keeps_pocls_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("POCL_CACHE_DIR", raising=False)
     folder = run(OPENCL, folder=tmp_path).strip()

@@ -98,9 +98,6 @@ def test_any_sequence_of_changes_is_that_of_a_dictionary(data):
         assert np.array_equal(hits.scores, truth.scores)
 
 
-SHUFFLES = [(16, "avx512bw"), (8, "avx2"), (8, "ssse3"), (8, "neon"), (8, "")]
-
-
 def drawn_index(data, **options):
     """An index of some hundred vectors, some of them equal, some of them in no list yet; and what it was made of."""
     metric, bits = data.draw(st.sampled_from(("ip", "cosine", "l2"))), data.draw(st.sampled_from((4, 8)))
@@ -117,7 +114,7 @@ def drawn_index(data, **options):
 
 
 @pytest.mark.sample(2, 1)
-@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("shuffle", [(16, "avx512bw"), (8, "avx2"), (8, "ssse3"), (8, "neon"), (8, "")])
 def test_codes_find_the_best_of_the_vectors_that_they_stand_for(shuffle, monkeypatch):
     """Tables are rounded to bytes: the margin holds for every width of registers, and without a byte shuffle."""
     import llvmlite.binding as llvm

@@ -39,7 +39,6 @@ CASES = [
     for curve in ("bn254_g1", "bn254_g2", "bls12_381_g1", "bls12_381_g2")
     for form in FORMS
 ]
-each_case = pytest.mark.parametrize(("name", "form"), CASES)
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -93,7 +92,7 @@ def few(name):
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
-@each_case
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_sums_of_few_points(name, form):
     """From none to 24; scalars 0, 1, r - 1 and others; equal and opposite points, and infinity."""
     curve, rng = curve_of(name), random.Random(form)

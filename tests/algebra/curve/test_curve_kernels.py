@@ -47,7 +47,6 @@ def each(places):
 
 
 each_place = each((*FORMS, "opencl", "cuda"))
-each_device = each(("opencl", "cuda"))
 
 
 def few_points(curve, seed=0):
@@ -166,7 +165,7 @@ def test_points_off_the_curve_are_found(place, name):
             assert firsts(place, curve, "curve_off_curve", bad, chunk) == wanted
 
 
-@each_device
+@each(("opencl", "cuda"))
 def test_arguments_of_a_sum_are_converted_and_checked(place, name):
     """More points than scalars, and fewer; the verdict of each wrong coefficient, point and scalar."""
     curve = curve_of(name)

@@ -335,13 +335,12 @@ def test_roots_with_quotients():
 
 FORWARD = Variant(reversed_out=True, twiddle="after")
 LAST = Variant(along_in=True, along_out=True, reversed_out=True)
-NATURAL = Variant(along_in=True)
 
 
 @pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("variant", [FORWARD, LAST, NATURAL], ids=["first", "last", "natural"])
+@pytest.mark.parametrize("variant", [FORWARD, LAST, Variant(along_in=True)], ids=["first", "last", "natural"])
 @pytest.mark.parametrize("name", ["bn254_fr", "bls12_381_fr", "goldilocks", "babybear"])
 def test_registers_on_nvidia(name, variant, architecture, compile_cuda):
     """On a multiprocessor of 65,536 registers six blocks of 128 threads, two to four of 256."""

@@ -151,8 +151,6 @@ def test_limbs_of_52_bits_are_the_same_numbers():
 
 # The passes, run on Python integers, are the transform: no kernel is needed to be sure of a plan.
 
-LOGS = [(1,), (3,), (1, 1), (2, 3), (3, 2), (1, 2, 1), (2, 1, 2), (2, 2, 2)]
-
 
 def column(places, digits, t):
     low, rest = t & (1 << digits[0]) - 1, t >> digits[0]
@@ -196,7 +194,7 @@ def run_pass(step, x, p):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("coset", [1, 31])
-@pytest.mark.parametrize("logs", LOGS, ids=str)
+@pytest.mark.parametrize("logs", [(1,), (3,), (1, 1), (2, 3), (3, 2), (1, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
 def test_the_passes_are_the_transform(logs, coset, inverse, order):
     field = FIELDS["babybear"]
     n = 1 << sum(logs)
