@@ -320,6 +320,18 @@ def test_compiles_to_one_graph(op, dynamic):
     check_beside(it.call, torch.compile(it.call, fullgraph=True, dynamic=dynamic, backend="aot_eager"), *it.tensors)
 
 
+KEEP = ["relu", "sigmoid", "tanh", "silu", "gelu", "softmax", "log_softmax", "swiglu", "dropout"]
+KEEP += ["max_pool2d", "avg_pool2d"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", KEEP)
+def test_keeps_its_dtype_under_autocast(op, dtype):
+    sample = middling(op)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert parts(op).call(*sample.tensors(dtype), **sample.options).dtype == dtype
+
+
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("op", OPS)
 def test_no_graph_without_gradient(op):

@@ -73,13 +73,6 @@ def test_any_layout(op, layout, interpreted):
 
 
 @EACH_AND_GELU
-def test_keeps_its_dtype_under_autocast(op):
-    with torch.autocast("cpu", torch.bfloat16):
-        assert getattr(ops, op)(torch.randn(4)).dtype == torch.float32
-        assert getattr(ops, op)(torch.randn(4).bfloat16()).dtype == torch.bfloat16
-
-
-@EACH_AND_GELU
 def test_is_torchs_own_under_compile(op):
     assert compiled_into(getattr(ops, op), torch.randn(3)) == [WITH_GELU[op]]
 

@@ -78,12 +78,6 @@ def test_any_layout(layout, dim, interpreted):
     assert y.is_contiguous()
 
 
-def test_keeps_its_dtype_under_autocast():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ops.softmax(torch.randn(3, 4)).dtype == torch.float32
-        assert ops.softmax(torch.randn(3, 4).bfloat16()).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("dim", [2, -3])
 def test_refuses_a_dimension_that_is_not_there(dim):
     with pytest.raises(ShapeError, match=rf"dim must be in \[-2, 1\] for x of shape \(3, 4\), got {dim}"):
