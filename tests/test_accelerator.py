@@ -66,10 +66,6 @@ def test_operations_agree_with_torch_and_numpy(acc):
 OPS = {name: op for name, op in public_ops().items() if op.package.startswith("accelerant.")}
 
 
-def arrays_of(x):
-    return tuple(map(np.asarray, x)) if isinstance(x, tuple) else np.asarray(x)
-
-
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_takes_arrays_and_gives_what_it_gives_for_tensors(acc, name):

@@ -147,13 +147,9 @@ class Inner(nn.Module):
         return x + self.body(x)
 
 
-def _traced(model, x):
-    return torch.jit.trace(model, x)(x)
-
-
 CALLERS = {
     "script": lambda model, x: torch.jit.script(model)(x),
-    "trace": _traced,
+    "trace": lambda model, x: torch.jit.trace(model, x)(x),
     "fx": lambda model, x: torch.fx.symbolic_trace(model)(x),
     "functional_call": lambda model, x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
     "export": lambda model, x: torch.export.export(model, (x,)).module()(x),

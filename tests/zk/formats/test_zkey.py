@@ -112,10 +112,6 @@ def test_other_protocols_are_named(altered, data):
             altered(edited(data, 1, 0, struct.pack("<I", protocol)))
 
 
-def header_offset(data, at):
-    return offset_of(data, HEADER) + at
-
-
 def test_headers_that_no_key_has(altered, data, family):
     size = 8 * -(-family.q.bit_length() // 64)
     counts = 4 + size + 4 + 32
@@ -133,7 +129,7 @@ def test_headers_that_no_key_has(altered, data, family):
         (counts + 12, family.q.to_bytes(size, "little"), "alpha1 is not below the modulus"),
     }
     for at, new, message in wrong:
-        offset = header_offset(data, at)
+        offset = offset_of(data, HEADER) + at
         if "r is not" in message:
             offset -= 4
         with refused(HEADER, offset, message):
