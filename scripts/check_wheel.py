@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 STEPS = 20
 
-KERNELS = {".c", ".h", ".cu", ".cuh", ".wgsl"}
+KERNELS = {".c", ".h", ".cl", ".cu", ".cuh", ".wgsl"}
 SUFFIXES = KERNELS | {".py", ".sol", ".typed", ".json", ".txt", ".js", ".html", ".svg", ".css"}
 """Kinds of files that the wheel may have besides its metadata."""
 

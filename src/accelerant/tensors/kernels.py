@@ -10,6 +10,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +33,12 @@ _LAUNCHES = 4096
 
 _COMBINE = {"sum": (0, "a + v"), "prod": (1, "a * v"), "max": (2, "max(a, v)"), "min": (3, "min(a, v)")}
 """Kind of reduction -> index of its neutral number in `numbers`, and combination of `a` and `v`."""
+
+
+@cache
+def file_text(name: str) -> str:
+    """Return the text of a file in this folder."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 class Text:

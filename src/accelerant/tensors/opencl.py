@@ -7,7 +7,7 @@ import torch
 
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.tensors.kernels import FLOATS, LANES, GeneratedKernels, KernelBody, Text
+from accelerant.tensors.kernels import FLOATS, LANES, GeneratedKernels, KernelBody, Text, file_text
 from accelerant.tensors.table import deep_product
 from accelerant.tensors.tensor import DeviceTensor
 
@@ -29,77 +29,6 @@ _COMPUTE = {
 
 _KINDS = {"float": "f32", "double": "f64", "int": "i32", "long": "i64"}
 
-_HEADER = """
-#undef select
-#define select(b, a, c) ((c) ? (a) : (b))
-#define min_index(a, b) ((a) < (b) ? (a) : (b))
-"""
-_RANDOM = """
-static inline uint4 philox(uint4 c, uint2 k) {
-    for (int round = 0; round < 10; ++round) {
-        uint h0 = mul_hi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x;
-        uint h1 = mul_hi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
-        c = (uint4)(h1 ^ c.y ^ k.x, l1, h0 ^ c.w ^ k.y, l0);
-        k += (uint2)(0x9E3779B9u, 0xBB67AE85u);
-    }
-    return c;
-}
-static inline uint4 drawn(long i, long n0, long n1) {
-    return philox((uint4)((uint)i, (uint)(i >> 32), 0u, 0u), (uint2)((uint)n0, (uint)n1));
-}
-static inline float uniform(long i, long n0, long n1) { return (drawn(i, n0, n1).x >> 8) * 0x1p-24f; }
-static inline float normal(long i, long n0, long n1) {
-    uint4 r = drawn(i, n0, n1);
-    float u = ((r.x >> 8) + 1) * 0x1p-24f;
-    return sqrt(-2.0f * log(u)) * cospi((r.y >> 8) * 0x1p-23f);
-}
-"""
-_BFLOAT16 = """
-static inline float load_bfloat16(ushort x) { return as_float((uint)x << 16); }
-static inline ushort store_bfloat16(float x) {
-    uint bits = as_uint(x);
-    return x != x ? (ushort)0x7FC0 : (ushort)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
-"""
-_FLOATING = """
-#define is_nan(x) ((x) != (x))
-#define is_inf(x) (fabs(x) == (T)INFINITY)
-static inline T acl_max(T a, T b) { return a != a ? a : b != b ? b : a > b ? a : b; }
-static inline T acl_min(T a, T b) { return a != a ? a : b != b ? b : a < b ? a : b; }
-static inline T acl_rem(T a, T b) { T m = fmod(a, b); return m != 0 && ((b < 0) != (m < 0)) ? m + b : m; }
-static inline T acl_div(T a, T b) {
-    if (b == 0) return a / b;
-    T m = fmod(a, b), q = (a - m) / b;
-    if (m != 0 && ((b < 0) != (m < 0))) q -= 1;
-    T f = floor(q);
-    return q == 0 ? copysign((T)0, a / b) : q - f > (T)0.5 ? f + 1 : f;
-}
-#undef abs
-#define abs(x) fabs(x)
-"""
-_INTEGRAL = """
-#define is_nan(x) 0
-#define is_inf(x) 0
-static inline T acl_max(T a, T b) { return a > b ? a : b; }
-static inline T acl_min(T a, T b) { return a < b ? a : b; }
-static inline T acl_quotient(T a, T b) { return b == 0 ? 0 : b == -1 ? -a : a / b; }
-static inline T acl_div(T a, T b) {
-    T q = acl_quotient(a, b);
-    return b && q * b != a && ((a < 0) != (b < 0)) ? q - 1 : q;
-}
-static inline T acl_rem(T a, T b) { return a - acl_div(a, b) * b; }
-#define div_trunc(a, b) acl_quotient(a, b)
-#undef abs
-#define abs(x) ((x) < 0 ? -(x) : (x))
-"""
-_SHARED = """
-#undef max
-#undef min
-#define max(a, b) acl_max(a, b)
-#define min(a, b) acl_min(a, b)
-#define rem_floor(a, b) acl_rem(a, b)
-#define div_floor(a, b) acl_div(a, b)
-"""
 
 _ROWS, _COLUMNS = 8, 16
 """Rows and columns of a product that a work-item computes on a CPU; the columns are one vector."""
@@ -133,75 +62,6 @@ __local T shared[{LANES}];
     }}
     if (get_local_id(0)) return;
     a = shared[0];"""
-
-_TILED = """
-    __local T4 a_tile[BK * WIDTH / 4], b_tile[BK * WIDTH / 4];
-    __local T* const a_values = (__local T*)a_tile;
-    __local T* const b_values = (__local T*)b_tile;
-    const int t = get_local_id(0), tx = t % 16, ty = t / 16;
-    const I first = get_group_id(1) * TILE, left = get_group_id(0) * TILE, z = get_group_id(2);
-    __global const T* x0 = x0_whole + x0_at + z * x0_batch;
-    __global const T* x1 = x1_whole + x1_at + z * x1_batch;
-    __global T* out = out_whole + out_at + z * out_batch;
-    T4 c[4 * G][G];
-    for (int r = 0; r < 4 * G; ++r) for (int g = 0; g < G; ++g) c[r][g] = 0;
-    T a_next[4 * G], b_next[4 * G];  // of the next tile, on the way while this one is multiplied
-    for (I at = -BK; at < K; at += BK) {{
-        if (at >= 0) {{
-            barrier(CLK_LOCAL_MEM_FENCE);
-            #pragma unroll
-            for (int j = 0; j < 4 * G; ++j) {{
-                a_values[({a_k}) * WIDTH + {a_m}] = a_next[j];
-                b_values[({b_k}) * WIDTH + {b_n}] = b_next[j];
-            }}
-            barrier(CLK_LOCAL_MEM_FENCE);
-        }}
-        #pragma unroll
-        for (int j = 0; j < 4 * G; ++j) {{
-            {{
-                const I k = at + BK + {a_k}, m = first + {a_m};
-                a_next[j] = k < K && m < M ? x0[0{a}] : 0;
-            }}
-            {{
-                const I k = at + BK + {b_k}, n = left + {b_n};
-                b_next[j] = k < K && n < N ? x1[0{b}] : 0;
-            }}
-        }}
-        if (at < 0) continue;
-        #pragma unroll
-        for (int k = 0; k < BK; ++k) {{
-            T4 row[G], column[G];
-            #pragma unroll
-            for (int g = 0; g < G; ++g) {{
-                column[g] = a_tile[k * (WIDTH / 4) + g * 16 + ty];
-                row[g] = b_tile[k * (WIDTH / 4) + g * 16 + tx];
-            }}
-            #pragma unroll
-            for (int g = 0; g < G; ++g) {{
-                #pragma unroll
-                for (int h = 0; h < G; ++h) {{
-                    c[4 * g][h] += column[g].x * row[h];
-                    c[4 * g + 1][h] += column[g].y * row[h];
-                    c[4 * g + 2][h] += column[g].z * row[h];
-                    c[4 * g + 3][h] += column[g].w * row[h];
-                }}
-            }}
-        }}
-    }}
-    #pragma unroll
-    for (int r = 0; r < 4 * G; ++r) {{
-        const I m = first + r / 4 * 64 + ty * 4 + r % 4;
-        #pragma unroll
-        for (int g = 0; g < G; ++g) {{
-            const I n = left + g * 64 + tx * 4;
-            if (m < M && n < N) out[m * c_row + n] = c[r][g].x;
-            if (m < M && n + 1 < N) out[m * c_row + n + 1] = c[r][g].y;
-            if (m < M && n + 2 < N) out[m * c_row + n + 2] = c[r][g].z;
-            if (m < M && n + 3 < N) out[m * c_row + n + 3] = c[r][g].w;
-        }}
-    }}
-"""
-"""Product on a GPU: a work-group of 256 writes a tile, a work-item 4 G rows of 4 G columns."""
 
 
 def _load(dtype: torch.dtype, pointer: str, index: str) -> str:
@@ -290,11 +150,11 @@ class OpenclTensors(GeneratedKernels):
         kinds = ["*u8"] * len(operands) + [_KINDS.get(type_, index) for type_ in text.numbers.values()]
         widths = (*program.block, 1, 1)[:3]  # else the compiler keeps registers for the largest work-group
         body = "\n    ".join(program.body)
+        defined = {"FLOATING": kind in FLOATS, "RANDOM": "(i, n0, n1)" in body, "BFLOAT16": "bfloat16" in body}
         whole = "\n".join([
             *(["#pragma OPENCL EXTENSION cl_khr_fp64 : enable"] if torch.float64 in self.dtypes else []),
-            _HEADER, *[_RANDOM] * ("(i, n0, n1)" in body), *[_BFLOAT16] * ("bfloat16" in body),
             f"typedef {kind} T;", f"typedef {'long' if wide else 'int'} I;",
-            _FLOATING if kind in FLOATS else _INTEGRAL, _SHARED, program.head,
+            *(f"#define {name}" for name, used in defined.items() if used), file_text("expressions.cl"), program.head,
             f"__kernel __attribute__((reqd_work_group_size({', '.join(map(str, widths))})))",
             f"void {entry}({', '.join(parameters)}) {{", f"    {body}", "}",
         ])  # fmt: skip
@@ -377,9 +237,12 @@ class OpenclTensors(GeneratedKernels):
             False: (f"t / TILE + j * {256 // tile}", "t % TILE"),
         }
         (a_k, a_m), (b_k, b_n) = along[a.stride(2) == 1], along[b.stride(1) == 1 and b.stride(2) != 1]
-        body = _TILED.format(a=at_a, b=at_b, a_k=a_k, a_m=a_m, b_k=b_k, b_n=b_n).split("\n")
-        sizes = {"BK": _DEPTH, "TILE": tile, "G": groups, "WIDTH": tile + 4}
-        head = f"typedef {kind}4 T4;\n" + "".join(f"#define {name} {size}\n" for name, size in sizes.items())
+        defined = {
+            "BK": _DEPTH, "TILE": tile, "G": groups, "WIDTH": tile + 4, "A_K": a_k, "A_M": a_m, "B_K": b_k, "B_N": b_n,
+            "A_STEPS": at_a, "B_STEPS": at_b,
+        }  # fmt: skip
+        body = file_text("matmul.cl").split("\n")
+        head = f"typedef {kind}4 T4;\n" + "".join(f"#define {name} {value}\n" for name, value in defined.items())
         grid = (-(-columns // tile), -(-rows // tile), batch)
         return KernelBody("matmul", kind, out.numel(), body, grid, (256, 1, 1), head)
 

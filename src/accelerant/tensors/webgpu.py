@@ -9,7 +9,6 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,7 +17,7 @@ from accelerant.errors import UnsupportedCase
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource, bindings
 from accelerant.runtime.provider import Buffer, ComputeProvider
 from accelerant.runtime.providers.webgpu import WebgpuProvider
-from accelerant.tensors.kernels import LANES, GeneratedKernels, KernelBody, Text
+from accelerant.tensors.kernels import LANES, GeneratedKernels, KernelBody, Text, file_text
 from accelerant.tensors.table import deep_product, strided
 from accelerant.tensors.tensor import DeviceTensor, expanded, span
 
@@ -66,11 +65,6 @@ _DEPTH = 65536
 
 
 @functools.cache
-def _file(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
-
-
-@functools.cache
 def _functions(kind: str) -> str:
     """Return the functions of expressions of a type."""
     lines = [f"alias T = {'vec2<u32>' if kind == 'i64' else kind}; alias I = i32;"]
@@ -78,7 +72,7 @@ def _functions(kind: str) -> str:
         arguments = "a: T, b: T" if name in _TWO else "a: T"
         result = "bool" if name.startswith("is_") else "T"
         lines.append(f"fn acl_{name}({arguments}) -> {result} {{ return {value}; }}")
-    return "\n".join([*lines, _file("expressions.wgsl")])
+    return "\n".join([*lines, file_text("expressions.wgsl")])
 
 
 _BFLOAT16 = """
@@ -249,7 +243,7 @@ class WebgpuTensors(GeneratedKernels):
         declared = bindings(arrays, numbers).replace("= 256u", f"= {block}u")
         extra = _BFLOAT16 if "bfloat16_bits(" in whole else ""
         if kind == "i64" or re.search(r"\b(from_i32|from_f32|to_f32|narrowed)\(", whole):
-            extra += _file("int64.wgsl")
+            extra += file_text("int64.wgsl")
         shader = declared + _functions(kind) + extra + program.head + whole
         kinds = ("*u32",) * len(arrays) + tuple(numbers.values())
         source = KernelSource(f"aten_{entry}", {"wgsl": shader}, {entry: kinds}, targets=())
@@ -421,7 +415,7 @@ def matmul_source() -> KernelSource:
     declared = bindings(dict.fromkeys(("out", "x0", "x1"), "f32"), dict.fromkeys(numbers, "i32"))
     kinds = ("*f32",) * 3 + ("i32",) * len(numbers)
     entries = dict.fromkeys(("matmul", "matmul_blocked"), kinds)
-    return KernelSource("aten_matmul", {"wgsl": declared + _file("matmul.wgsl")}, entries, targets=())
+    return KernelSource("aten_matmul", {"wgsl": declared + file_text("matmul.wgsl")}, entries, targets=())
 
 
 def _bytes(x: DeviceTensor) -> int:
