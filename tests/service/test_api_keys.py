@@ -1,8 +1,10 @@
 import json
+import math
 import os
 import ssl
 import time
 import types
+from functools import partial
 
 import pytest
 from serving import Server
@@ -79,6 +81,13 @@ def test_bad_arguments_and_files_are_refused(store):
         with pytest.raises(ConfigError, match=f"{name} must be at most 1,000,000,000, got 1"):
             store.create("a", ["field"], **{name: 10**19})
     assert_raises(ConfigError, "no key '1'", store.revoke, "1")
+    key, token = store.create("ci", ["field"])
+    for lifetime_s in (0.0, -1.0, math.nan, math.inf):  # none of them is a key that never expires
+        for change in (partial(store.create, "a", ["field"]), partial(store.rotate, key.id)):
+            assert_raises(ConfigError, f"lifetime must be above 0, got {lifetime_s}", change, lifetime_s=lifetime_s)
+    assert_raises(ConfigError, "got nan", store.rotate, key.id, grace_s=math.nan)
+    assert store.read() == [key]
+    assert store.verify(token) == key
     for text in ("", "[]", '{"keys": 3}', '{"keys": [{"id": 5}]}'):
         store.path.write_text(text)
         assert_raises(FormatError, "no file of API keys", lambda: KeyStore(store.path).read())
@@ -132,7 +141,11 @@ def test_days_are_bounded_and_a_stored_key_of_longer_is_listed(store, monkeypatc
             assert_raises(SystemExit, "2", main, ["keys", *command, option, value])
             error = capsys.readouterr().err
             assert f"Invalid value for '{option}': " in error
+    assert_raises(SystemExit, "2", main, ["keys", *create, "--burst", "2"])
+    assert "--burst 2 goes with --rate" in capsys.readouterr().err
     assert not store.path.exists()
+    assert_raises(SystemExit, "0", main, ["keys", "list"])
+    assert capsys.readouterr().out == "no keys\n"
     store.create("old", ["field"], lifetime_s=1e305)
     assert_raises(SystemExit, "0", main, ["keys", "list"])
     assert "old  field  until " in capsys.readouterr().out

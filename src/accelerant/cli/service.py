@@ -125,6 +125,8 @@ def create(
     json_output: JsonOutput = False,
 ) -> None:
     """Create a key and print it, once: only its hash is kept."""
+    if burst is not None and rate is None:
+        raise ConfigError(f"--burst {burst} goes with --rate")
     lifetime_s = None if days is None else days * _DAY_S
     key, token = _store(config).create(name, scope, rate=rate, burst=burst, lifetime_s=lifetime_s)
     print(json.dumps(key.public() | {"token": token}) if json_output else token)
@@ -136,6 +138,8 @@ def list_keys(config: _Config = None, json_output: JsonOutput = False) -> None:
     if json_output:
         print(json.dumps(keys))
         return
+    if not keys:
+        print("no keys")
     for key in keys:
         end = key["until"]
         until = "" if end is None else f"  until {time.strftime('%Y-%m-%d %H:%M', time.localtime(min(end, _LAST_S)))}"

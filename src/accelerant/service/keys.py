@@ -8,6 +8,7 @@ owns the jobs: it adds a secret, and the old one stays valid for a time.
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -127,10 +128,10 @@ class KeyStore:
             raise ConfigError(f"scopes are some of {', '.join(SCOPES)}; got {', '.join(unknown) or 'none'}")
         if not name or len(name) > 80 or not name.isprintable():
             raise ConfigError(f"a key's name has 1 to 80 printable characters, got {name!r}")
-        for what, value in (("rate", rate), ("burst", burst), ("lifetime", lifetime_s)):
+        for what, value in (("rate", rate), ("burst", burst)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{what} must be above 0, got {value}")
-            if what != "lifetime" and (value or 0) > _RATE_MOST:
+            if (value or 0) > _RATE_MOST:
                 raise ConfigError(f"{what} must be at most {_RATE_MOST:,.0f}, got {value}")
         identity = secrets.token_hex(6)
         token, secret = _new_secret(identity, lifetime_s)
@@ -147,7 +148,7 @@ class KeyStore:
 
     def rotate(self, identity: str, *, grace_s: float = 86400.0, lifetime_s: float | None = None) -> tuple[Key, str]:
         """Give a key a new secret; earlier ones stay valid for `grace_s`. Return the key and the new token."""
-        if grace_s < 0:
+        if not grace_s >= 0:
             raise ConfigError(f"the time of the old secret must be 0 or more, got {grace_s}")
         with self._changing():
             key, now = self._keys[self._known(identity)], time.time()
@@ -233,5 +234,7 @@ def _digest(token: str) -> str:
 
 
 def _new_secret(identity: str, lifetime_s: float | None) -> tuple[str, Secret]:
+    if lifetime_s is not None and not 0 < lifetime_s < math.inf:
+        raise ConfigError(f"lifetime must be above 0, got {lifetime_s}")
     token = f"acl_{identity}_{secrets.token_urlsafe(32)}"
-    return token, Secret(_digest(token), time.time() + lifetime_s if lifetime_s else None)
+    return token, Secret(_digest(token), None if lifetime_s is None else time.time() + lifetime_s)
