@@ -219,31 +219,38 @@ class LoopsSuite(Suite):
     ) -> list[Row]:  # fmt: skip
         """Add rows of what runners of ours compute from equal weights, and of their first steps; return wrong ones."""
 
-        def made(runner: str, **how: Any) -> _Run:
-            if runner in ready and runner in _COMPILED:  # compiled once
-                ready[runner].running.at = 0
-                return _Run(cell, ready[runner].running)
-            return _Run(cell, running(cell, runner, run.torch_device, batches, moved=how.get("moved", 0)), **how)
+        def made(runner: str, moved: int = 0, exact: bool = False) -> _Run:
+            compiled = runner in _COMPILED  # once
+            this = ready[runner].running if compiled else running(cell, runner, run.torch_device, batches, moved=moved)
+            this.at = 0
+            return _Run(cell, this, moved=moved, exact=exact)
+
+        def checked(exact: bool) -> dict[str, list[Row]]:
+            runs = [made(TORCH, moved=seed) for seed in (0, *_MOVED)]
+            theirs, truth = range(len(runs)), len(runs) if exact else None
+            runs += [made(TORCH, exact=True)] * exact
+            with override(race="off"):  # all on our ops, whatever was chosen
+                runs += [made(runner) for runner in others]
+                gradients = _in_step(cell, runs, steps)
+            rows: dict[str, list[Row]] = {}
+            for mine, runner in enumerate(others, len(runs) - len(others)):
+                row, true = replace(base, runner=runner), None if truth is None else runs[truth].results
+                rows[runner] = [_compared(row, runs[mine].results, [runs[i].results for i in theirs], true)]
+                if gradients is not None:
+                    rows[runner].append(gradients.compared(row, mine, theirs, truth))
+            return rows
 
         others = [runner for runner in ready if runner != TORCH]
-        runs = [made(TORCH), *[made(TORCH, moved=seed) for seed in _MOVED]]
-        runs += [made(TORCH, exact=True)] * (cell.low is not None)
-        usual, exact = range(1 + len(_MOVED)), len(runs) - 1 if cell.low is not None else None
-        with override(race="off"):  # all on our ops, whatever was chosen
-            runs += [made(runner) for runner in others]
-            gradients = _in_step(cell, runs, steps)
-        results, wrong = [each.results for each in runs], list[Row]()
-        for place, runner in enumerate(others, len(runs) - len(others)):
-            row, theirs = replace(base, runner=runner), [results[i] for i in usual]
-            checked = [_compared(row, results[place], theirs, None if exact is None else results[exact])]
-            if gradients is not None:
-                checked.append(gradients.compared(row, place, usual, exact))
+        found = checked(exact=cell.low is not None)
+        if cell.bfloat16 and cell.how.trains and any(row.wrong for name in found for row in found[name]):
+            found = checked(exact=True)
+        for runner, rows in found.items():
             if runner in _OURS:
-                run.add(*checked, _ratio(row, [ready[TORCH].all_s], [ready[runner].all_s], run, _FIRST))
-                wrong += [row for row in checked if row.wrong]
+                first = _ratio(replace(base, runner=runner), [ready[TORCH].all_s], [ready[runner].all_s], run, _FIRST)
+                run.add(*rows, first)
             else:
-                ready[runner].note = f"results differ by {checked[0].error:.1e}"
-        return wrong
+                ready[runner].note = f"results differ by {rows[0].error:.1e}"
+        return [row for name in found if name in _OURS for row in found[name] if row.wrong]
 
     def _measure_runs(self, family: str, run: SuiteRun) -> None:
         """Measure runs of the Trainer in processes of their own, with empty caches and with those of the run before.
@@ -376,18 +383,21 @@ class _Run:
 
     def __init__(self, cell: Cell, running: Running, *, moved: int = 0, exact: bool = False) -> None:
         self._cell, self.running, self._moved = cell, running, moved
-        running.low = None if exact else running.low
+        self._bounds = exact or moved > 0  # whether its gradients alone matter
         running.graded = self._keep
+        if exact:
+            running.low = None
+            running.model.float()
         self._steps, self.results, self.grads = cell.how.steps(running), list[Tensor](), list[Tensor | None]()
 
     def _keep(self) -> None:
-        self.grads = [
-            None if x.grad is None else x.grad.detach().to(torch.float32, copy=True)
-            for x in self.running.model.parameters()
-        ]
+        for x in self.running.model.parameters():
+            self.grads.append(x.grad if self._bounds or x.grad is None else x.grad.detach().clone())
+            if self._bounds:
+                x.grad = None  # makes no step
 
     def step(self, weights: Sequence[Tensor]) -> None:
-        """Make a step from given weights, with the random numbers of this step of all runs rounded the same."""
+        """Make a step from given weights, with the random numbers of this step in all runs that are rounded alike."""
         self.grads = []
         model = self.running.model
         if self._cell.how.trains:
@@ -457,8 +467,7 @@ def _squares(one: Sequence[Tensor | None], two: Sequence[Tensor | None], count: 
     both = {i: (x, y) for i, (x, y) in enumerate(pairs) if x is not None and y is not None}
     found = torch.tensor([0.0 if x is y else math.inf for x, y in pairs] or [math.inf] * count, dtype=torch.float64)
     if both:
-        differences = torch._foreach_sub([x for x, _ in both.values()], [y for _, y in both.values()])
-        norms = torch.stack(torch._foreach_norm(differences)).double().cpu()
+        norms = torch.stack([(x.float() - y.float()).norm() for x, y in both.values()]).double().cpu()
         found[list(both)] = norms.square().nan_to_num(math.inf, math.inf)
     return found
 
