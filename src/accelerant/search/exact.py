@@ -31,7 +31,7 @@ from accelerant.runtime.ledger import OpRecord, RecordedLaunch, sole_record
 from accelerant.runtime.registry import provider_of
 from accelerant.search import blocks
 from accelerant.search.arrays import Hits, Selection, as_given, names, selection, tensor, vectors
-from accelerant.search.lists import LONG, NONE, Scan, best, keys_of, pair_scores, product, scored, tiled
+from accelerant.search.lists import LONG, NONE, Scan, best, keys_of, pair_scores, product, scans, scored, tiled
 from accelerant.search.llvm_kernels import BLOCK
 
 METRICS = ("ip", "cosine", "l2", "hamming")
@@ -47,10 +47,6 @@ _FEW = 1 << 15
 
 _SEVERAL = 2
 """Queries that are multiplied by a kernel on a CPU; one by NumPy."""
-
-_SCANNED = 16, 2, 1 << 21, 1 << 24
-"""A scan serves fewer queries than the first, of any number of elements up to the second; of products up to the third,
-and of elements of rows up to the last."""
 
 _LARGEST = (1 << 32) - 1
 """Rows whose numbers fit a scan's keys."""
@@ -217,15 +213,20 @@ def _scanned(q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, ids: 
 
     A large share of the rows is read where it is, a small one is gathered.
     """
-    if not 0 < len(q) < _SCANNED[0] or metric == "hamming" or {q.device.type, x.device.type} != {"cpu"}:
+    if not len(q) or metric == "hamming" or {q.device.type, x.device.type} != {"cpu"}:
         return None
     (N, d), rows, numbers = x.shape, chosen.rows, None
     count = N if rows is None else len(rows)
     dense = isinstance(rows, Tensor) and x.dtype == torch.float32 and count * _COMPACTED > N
     size = (N if dense else count) * d
-    few = len(q) <= _SCANNED[1] or len(q) * size < _SCANNED[2]
-    if not count or chosen.each is not None or d > LONG or N > _LARGEST or size > _SCANNED[3] or not few:
+    if chosen.each is not None or d > LONG or N > _LARGEST or not scans(len(q), size):
         return None
+    if not count:
+        usual = bool((torch.linalg.vector_norm(q.float(), dim=1) < 1e19).all())
+        empty = torch.zeros(len(q), 0, device="cpu")
+        return (
+            Hits(empty.float(), empty.long(), torch.zeros(len(q), dtype=torch.int64, device="cpu")) if usual else None
+        )
     if isinstance(rows, range):
         x, numbers = x[rows.start : rows.stop], np.arange(rows.start, rows.start + count)
     elif rows is not None and not dense:

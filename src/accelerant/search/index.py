@@ -26,7 +26,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.search.arrays import Hits, Selection, Slots, as_given, names, selection, tensor, vectors
 from accelerant.search.blocks import Known
 from accelerant.search.exact import METRICS, Found, Part, checked_k, dense, search
-from accelerant.search.lists import LONG, ProductQuantizer, Scan, kmeans, nearest, packed, tiled
+from accelerant.search.lists import LONG, ProductQuantizer, Scan, kmeans, nearest, packed, scans, tiled
 from accelerant.search.llvm_kernels import ROWS
 
 KINDS = ("flat", "ivf", "ivfpq")
@@ -35,12 +35,6 @@ _UNSORTED = 8
 
 _SEVERAL = 16
 """Queries that tiles of products serve on a CPU; fewer are scanned one by one."""
-
-_WHOLE = 1 << 24
-"""Elements from which on a product with all vectors is divided among threads."""
-
-_FEW, _SMALL = 2, 1 << 21
-"""Queries, and products of elements, up to which scans of all vectors take less time than tiles of products."""
 
 _READERS, _SHARED = 64, 12_000
 """Queries that read a list of vectors, and scores of it, from which on a CPU multiplies it with all of them at once."""
@@ -451,10 +445,9 @@ class Index:
         if state.vectors is None:
             return self._listed(state, q, k, len(state.starts) - 1, chosen)
         if not isinstance(chosen, Selection):
-            size = state.count * self.dim
-            scanned = size < _WHOLE and (len(q) <= _FEW or len(q) * size < _SMALL)
-            if len(q) < _SEVERAL and (chosen is not None or scanned):
-                given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
+            given = None if chosen is None or chosen.ndim == 2 else state.slots.rows_of(chosen)
+            few = len(q) < _SEVERAL and chosen is not None
+            if few or scans(len(q), self.dim * (state.count if given is None else len(given))):
                 return self._scanned(state, state.flat, q, k, k, 0, chosen if given is None else None, given)
             chosen = _selected(state, chosen)
         ids = None if state.in_order else state.ids

@@ -146,6 +146,11 @@ LONG = (1 << 16) - 1
 """Elements of the longest vector whose terms the stack of a thread holds, and sums of whose parts fit 16 bits."""
 
 
+def scans(queries: int, elements: int) -> bool:
+    """Return whether scans of vectors of so many elements on a CPU take less time than tiles of products."""
+    return elements < 1 << 24 and (queries <= 2 or queries * elements < 1 << 21)
+
+
 def _launched(name: tuple[str, ...], count: int, work: int, *arguments: Any) -> None:
     """Launch a kernel on so many indices of so many operations each; little work is done by the calling thread."""
     if not count:
