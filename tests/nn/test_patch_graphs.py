@@ -364,41 +364,24 @@ def test_memory_that_a_capture_leaves_in_use_is_not_lent(net):
     torch.testing.assert_close(found, net.norm.weight.grad)
 
 
-def change_attribute(net):
-    net.scale = 3.0
+CHANGES = {
+    "attribute": lambda net: setattr(net, "scale", 3.0),
+    "options": lambda net: net.options.update(power=2),
+    "buffer": lambda net: setattr(net, "shift", torch.ones(4)),
+    "memory": lambda net: setattr(net.head.weight, "data", torch.randn(3, 4)),
+    "module": lambda net: setattr(net, "other", torch.nn.Linear(4, 2, bias=False)),
+    "frozen": lambda net: net.norm.requires_grad_(False),
+}
 
 
-def change_options(net):
-    net.options["power"] = 2
-
-
-def change_buffer(net):
-    net.shift = torch.ones(4)
-
-
-def change_memory(net):
-    net.head.weight.data = torch.randn(3, 4)
-
-
-def change_module(net):
-    net.other = torch.nn.Linear(4, 2, bias=False)
-
-
-def freeze(net):
-    net.norm.requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    "change", [change_attribute, change_options, change_buffer, change_memory, change_module, freeze]
-)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
 def test_a_changed_model_is_captured_again(net, change):
     warmed(net)
-    change(net)
+    CHANGES[change](net)
     warmed(net, BEFORE + 2)
-    frozen = change is freeze
     assert net.report.graphs["captured"] == 2
-    if frozen:
+    if change == "frozen":
         assert all(param.grad is None for param in net.norm.parameters())
         net.norm.requires_grad_(True)
         warmed(net, BEFORE + 2)
@@ -414,24 +397,13 @@ def test_values_changed_in_place_are_seen_without_a_capture(net):
     assert net.report.graphs["captured"] == 1
 
 
-def draw(x):
-    return float(torch.rand([]))
-
-
-def write(x):
-    x.add_(1)
-
-
-def bump(net):
-    net.scale += 1
-
-
-@pytest.mark.parametrize(
-    ("trick", "reason"),
-    [(draw, "random numbers on the host"), (write, "writes into its arguments"), (bump, "changes modules or their")],
-)
+@pytest.mark.parametrize(("trick", "reason"), [
+    (lambda net, x: float(torch.rand([])), "random numbers on the host"),
+    (lambda net, x: x.add_(1), "writes into its arguments"),
+    (lambda net, x: setattr(net, "scale", net.scale + 1), "changes modules or their"),
+])  # fmt: skip
 def test_a_forward_that_a_replay_would_not_repeat_runs_eagerly(net, trick, reason):
-    net.trick = (lambda x: bump(net)) if trick is bump else trick
+    net.trick = lambda x: trick(net, x)
     with pytest.warns(FallbackWarning, match=reason):
         warmed(net)
     assert not net.report.graphs["captured"]
