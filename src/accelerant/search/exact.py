@@ -58,6 +58,9 @@ _ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 29}
 _COMPACTED = 4
 """One query reads only the rows that a filter leaves where these are fewer than a quarter; several always do."""
 
+_DENSE = 3
+"""Queries up to which a CPU scans the rows of a filter where they are, if they are more than that quarter."""
+
 _OVERSAMPLED = 4
 """Rows of lower precision for each one that a search with `rerank` returns."""
 
@@ -219,7 +222,8 @@ def _scanned(q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, ids: 
     count = N if rows is None else len(rows)
     dense = isinstance(rows, Tensor) and x.dtype == torch.float32 and count * _COMPACTED > N
     size = (N if dense else count) * d
-    if chosen.each is not None or d > LONG or N > _LARGEST or not scans(len(q), size):
+    few = scans(len(q), size) or (dense and len(q) <= _DENSE)
+    if chosen.each is not None or d > LONG or N > _LARGEST or not few:
         return None
     if not count:
         usual = bool((torch.linalg.vector_norm(q.float(), dim=1) < 1e19).all())
