@@ -143,6 +143,18 @@ def test_packed_sequences_where_the_mask_is_made_before_the_cache_and_after(name
     assert_same(outcome(model, inputs), wanted, rtol=2e-5, atol=4e-6)
 
 
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
+def test_a_head_that_says_itself_that_no_cache_is_made(head):
+    model, inputs = made("T5GemmaForConditionalGeneration", "sequence")
+    torch.manual_seed(2)
+    model = getattr(transformers, f"T5GemmaFor{head}")(model.config).train()
+    inputs["labels"] = torch.tensor([1, 0]) if head.startswith("Sequence") else inputs["input_ids"] % 2
+    wanted = outcome(model, inputs)
+    acl.nn.patch(model)
+    with override(race="off"):
+        assert_same(outcome(model, inputs), wanted, rtol=2e-5, atol=4e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"layerdrop": 0.1}, {"mask_time_prob": 0.5, "mask_time_length": 2}])
 def test_layers_left_out_and_masks_at_random_are_drawn_on_the_host(settings):

@@ -70,9 +70,11 @@ def _without_cache(model: Any, plan: Replacement | str | None) -> Replacement | 
 
 def _caches(model: Any) -> bool:
     """Return whether calls of a model with labels may make a cache."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
+    forward = inspect.unwrap(type(model).forward)
+    parameters = inspect.signature(forward).parameters.values()
     names = {each.name for each in parameters}
-    takes = "use_cache" in names or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    hands_on = any(each.kind is each.VAR_KEYWORD for each in parameters)  # the argument, unless it gives one itself
+    takes = "use_cache" in names or (hands_on and "use_cache" not in str(forward.__code__.co_consts[1:]))
     return takes and "labels" in names and bool(getattr(model.config.get_text_config(), "use_cache", False))
 
 
