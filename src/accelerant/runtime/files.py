@@ -21,7 +21,6 @@ from dataclasses import asdict
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from tokenize import TokenError
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -139,9 +138,7 @@ class AtomicFile:
     def __enter__(self) -> BinaryIO:
         return self.file
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.commit()
             return

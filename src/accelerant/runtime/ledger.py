@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from html import escape
-from types import TracebackType
 from typing import Any, Protocol
 
 from accelerant.errors import OutOfMemory
@@ -652,9 +651,7 @@ class RecordedLaunch:
     def __enter__(self) -> None:
         self._start = _ledger.begin(self._record, self._provider, self._index)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         record = self._record
         if error is not None:
             _ledger.failed(record)

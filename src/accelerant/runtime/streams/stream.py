@@ -19,7 +19,6 @@ from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_tasks
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -189,11 +188,9 @@ class Stream:
             self.synchronize()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._cuda is not None:
-            self._entered.contexts.pop().__exit__(kind, error, trace)
+            self._entered.contexts.pop().__exit__(*raised)
 
     def __repr__(self) -> str:
         return f"Stream({self.device.backend}:{self.device.index})"
