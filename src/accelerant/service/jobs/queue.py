@@ -8,7 +8,6 @@ operation with equal parameters, dtypes and trailing dimensions become one launc
 import asyncio
 import heapq
 import itertools
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -195,7 +194,6 @@ class WorkerProcess(Child):
         self._started, self._idle, self._lost, self._progressed = started, idle, lost, progressed
         self.wake = asyncio.Event()  # there may be a job to run
         self.label = device
-        self._ledger: bytes | dict[str, Any] = {}
         self.launches: list[Launch] = []
         self.job: str | None = None
         self._ended: asyncio.Future[dict[str, Any]] | None = None
@@ -207,13 +205,6 @@ class WorkerProcess(Child):
         """Return the worker's state."""
         calls = sum(len(launch.calls) for launch in self.launches)
         return WorkerStats(self.name, self.label, self.ready.is_set(), self.restarts, self.job, calls, self.pid)
-
-    @property
-    def ledger(self) -> dict[str, Any]:
-        """The process's operations, fallbacks and their times; read when they are asked for: they may be megabytes."""
-        if isinstance(self._ledger, bytes):
-            self._ledger = dict(json.loads(self._ledger))
-        return self._ledger
 
     # --- the process -------------------------------------------------------------------------------------------------
     def arguments(self) -> list[str]:

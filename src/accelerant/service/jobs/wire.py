@@ -238,11 +238,19 @@ class Child:
         self._writer: asyncio.StreamWriter | None = None
         self._reason = ""
         self._closing = False
+        self._ledger: bytes | dict[str, Any] = {}
 
     @property
     def pid(self) -> int | None:
         """The process's number while it takes work."""
         return self._process.pid if self._process is not None and self.ready.is_set() else None
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """The process's calls, as `Ledger.to_dict()` has them, {} before the first; read when asked for: megabytes."""
+        if isinstance(self._ledger, bytes):
+            self._ledger = dict(json.loads(self._ledger))
+        return self._ledger
 
     # --- what a kind of child does -----------------------------------------------------------------------------------
     def arguments(self) -> list[str]:

@@ -117,18 +117,10 @@ class ModelProcess(Child):
         self.observed: ModelMetrics | None = None
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
-        self._ledger: bytes | dict[str, Any] = {}
 
     def arguments(self) -> list[str]:
         """Return the folder and the engine's options."""
         return [f"--model={json.dumps(dict(self._given))}"]
-
-    @property
-    def ledger(self) -> dict[str, Any]:
-        """The process's operations, fallbacks and their times, as `Ledger.to_dict()` has them; {} before the first."""
-        if isinstance(self._ledger, bytes):
-            self._ledger = dict(json.loads(self._ledger))
-        return self._ledger
 
     @property
     def in_progress(self) -> int:
