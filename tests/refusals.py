@@ -8,4 +8,7 @@ def assert_raises(error, match, call, /, *args, **kwargs):
     __tracebackhide__ = True
     with pytest.raises(error, match=match) as caught:
         call(*args, **kwargs)
-    return caught.value
+    try:
+        return caught.value
+    finally:
+        del caught  # or the traceback, which has this frame, would live until the next collection of garbage
