@@ -113,7 +113,6 @@ def _reduced(code: FunctionBuilder, operation: str, x: Value) -> Value:
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
-
 _TILES = (
     "ptr noalias readonly %x", "i64 %stride", "ptr noalias readonly %q", "i64 %groups", "ptr noalias readonly %extra",
     "ptr noalias %y", "i64 %N", "i64 %d",
@@ -185,7 +184,6 @@ def _put(code: FunctionBuilder, score: Value, row: Value, group: Value) -> None:
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
-
 _PAIRS = (
     "ptr noalias readonly %q", "ptr noalias readonly %x", "i64 %stride", "ptr noalias readonly %query",
     "ptr noalias readonly %row", "ptr noalias %y", "i64 %d",
@@ -272,7 +270,6 @@ def _halved(code: FunctionBuilder, terms: Value, d: Operand) -> Value:
 
 
 # --- scan ------------------------------------------------------------------------------------------------------------
-
 _NULL = Value("null", "ptr")
 
 _HEIGHT = 8
@@ -626,7 +623,6 @@ class _ScanWriter:
         self.limit.set(code.load("float", self.new_limit))
 
     # --- answers -----------------------------------------------------------------------------------------------------
-
     def _rank(self, terms: Value, decoded: Value | None, keys: Value) -> None:
         """Append the exact scores of the rows that are kept, as keys with their slots, in order."""
         code, count = self.code, self.count.get()
@@ -680,7 +676,6 @@ class _ScanWriter:
         code.store("i64", code.select(full, -1, count), "%counts", query)
 
     # --- scores of a block -------------------------------------------------------------------------------------------
-
     def _products_of_rows(self, rows: list[Value]) -> Value:
         """Append the products of the query with some vectors, one after the other."""
         code = self.code
@@ -762,7 +757,6 @@ class _ScanWriter:
         return [total.get() for total in sums]
 
     # --- tables ------------------------------------------------------------------------------------------------------
-
     def _tables(self) -> None:
         """Append the query's products with the centroids of each part; those of 4-bit codes are rounded to bytes."""
         code, size, parts = self.code, self._codes(), self.plan["parts"]

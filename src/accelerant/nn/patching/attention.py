@@ -205,8 +205,6 @@ def register() -> None:
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
-
-
 def attention_mask(**arguments: Any) -> Tensor | None:
     """Return transformers' mask for torch's attention: a `Mask` if its content is known."""
     if (
@@ -353,8 +351,6 @@ def is_torchs(pattern: Pattern, x: Tensor) -> bool:
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
 def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, position_bias: Tensor | None = None, **kwargs: Any,

@@ -41,8 +41,6 @@ _HALF_TABLES = "_accelerant_half_tables"  # attribute of a rotary cos table: bot
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
-
-
 @else_class
 def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run a layer norm without a bias (Cohere)."""
@@ -75,8 +73,6 @@ ADD_NORMS |= {
 
 
 # --- MLPs ------------------------------------------------------------------------------------------------------------
-
-
 def _linear_gelu(module: Any, layer: Any, activation: Any, x: Tensor) -> Any:
     """Return activation(layer(x)), by one op unless the modules have to be called."""
     options = getattr(module, MARK).options
@@ -122,8 +118,6 @@ def packed_gated_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
-
-
 class _Lowered:
     """A module of experts whose weights are in a lower dtype."""
 
@@ -147,8 +141,6 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def rebound(function: Any, name: str, value: Any) -> Any:
     """Return a copy of a function in which a global name has another value; None if its decorators are not known.
@@ -221,7 +213,6 @@ def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --- decorators of transformers --------------------------------------------------------------------------------------
-
 _TUPLES = "can_return_tuple.<locals>.wrapper"
 _RENAMING = "deprecate_kwarg.<locals>.wrapper.<locals>.wrapped_func"  # of past_key_values to cache, from 5.24 on
 _CHECKPOINTING = "GradientCheckpointingLayer.__init_subclass__.<locals>.forward_with_checkpointing"  # from 5.23 on
@@ -271,8 +262,6 @@ def _named(self: Any, cache: Any) -> dict[str, Any]:
 
 
 # --- whole blocks ----------------------------------------------------------------------------------------------------
-
-
 def gpt2_block_forward(
     self: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None, encoder_attention_mask: Tensor | None = None,

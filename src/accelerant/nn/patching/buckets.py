@@ -51,8 +51,6 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 # --- which lengths ---------------------------------------------------------------------------------------------------
-
-
 class Lengths:
     """The lengths of calls that differ in nothing else, and those of their graphs.
 
@@ -129,8 +127,6 @@ def covers(longer: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
 
 
 # --- which calls -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call whose lengths may be padded."""
@@ -302,8 +298,6 @@ def rotates_by_length(model: nn.Module) -> str | None:
 
 
 # --- whether it is true ----------------------------------------------------------------------------------------------
-
-
 class Untrue(Reason):
     """Why calls keep their lengths, found by a trial."""
 

@@ -83,8 +83,6 @@ def is_fixed() -> bool:
 
 
 # --- one kind of call ------------------------------------------------------------------------------------------------
-
-
 class _Trial:
     """The laps of one kind of call on both sides: as it was (0) and on our ops (1)."""
 
@@ -258,8 +256,6 @@ def _nodes(result: Any, depth: int = 2) -> set[Any]:
 
 
 # --- all calls of a model --------------------------------------------------------------------------------------------
-
-
 class Choice:
     """Runs each call on the faster side; if `fixed`, all on our ops by `forward`, whose first argument is the model."""
 

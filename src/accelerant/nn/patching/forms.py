@@ -23,9 +23,8 @@ from accelerant.config import similar
 from accelerant.errors import ConfigError
 from accelerant.nn.patching.record import Forward
 
+
 # --- rules -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of patch that decide which modules change, and the innermost transformers model around the module."""
@@ -78,7 +77,6 @@ def why_left(module: nn.Module) -> str | None:
 
 
 # --- forms -----------------------------------------------------------------------------------------------------------
-
 TESTED = ((5, 17), (5, 24))  # the oldest and the newest transformers whose functions were compared with these forms
 
 FORMS: dict[str, tuple[str, ...]] = {

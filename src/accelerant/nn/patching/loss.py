@@ -277,8 +277,6 @@ def _other_outputs(kind: Any, output: Any) -> dict[str, Any]:
 
 
 # --- logits computed when they are read ------------------------------------------------------------------------------
-
-
 def _training_output(kind: Any, head: Any, loss: Tensor, others: dict[str, Any], hidden: Tensor) -> Any:
     """Return an output of class `kind` whose logits are computed when they are read; None under torch.compile.
 

@@ -48,7 +48,6 @@ def plan_module(module: nn.Module, options: Options) -> Replacement | str | None
 
 
 # --- what torch does better ------------------------------------------------------------------------------------------
-
 SMALL = 2**22
 """Elements of a layer's input on a GPU below which torch's function serves it.
 
@@ -84,8 +83,6 @@ def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
 
 
 # --- forward methods -------------------------------------------------------------------------------------------------
-
-
 def else_class(forward: Forward) -> Forward:
     """Return a forward that runs its class's own where the given one returns None or our op refuses the arguments.
 
@@ -213,8 +210,6 @@ def _sequential_forward(self: Any, input: Any) -> Any:
 
 
 # --- attention and transformer layers --------------------------------------------------------------------------------
-
-
 @else_class
 def _attention_forward(
     self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -320,8 +315,6 @@ def _decoder_layer_forward(
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
-
-
 def _norm(op: str, forward: Forward) -> Rule:
     """Return the rule of a norm of torch.nn's."""
 

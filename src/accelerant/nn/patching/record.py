@@ -32,8 +32,6 @@ Forward = Callable[..., Any]
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Changed:
     """A module that patch put on our ops.
@@ -136,8 +134,6 @@ class PatchReport:
 
 
 # --- the record ------------------------------------------------------------------------------------------------------
-
-
 class _Bound:
     """A replaced forward in the state of a module of torch.nn: pickle and deepcopy make the method again from it."""
 

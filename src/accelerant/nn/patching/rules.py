@@ -143,8 +143,6 @@ def _names(forward: Any) -> tuple[str, ...]:
 
 
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
-
-
 def _why_method_differs(module: Any, name: str, form: str) -> str | None:
     """Return the reason against a module whose method `name`, which its forward calls, has another form; else None."""
     if differs(getattr(type(module), name, None), form):
@@ -203,8 +201,6 @@ def _gelu(module: Any, options: Options) -> Replacement | str:
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
-
-
 def _takes_experts_functions(forward: Any) -> bool:
     """Return whether a forward is that of experts for which transformers has functions by name."""
     return hasattr(forward, "__wrapped__") and forward.__globals__["__name__"] == "transformers.integrations.moe"
@@ -220,8 +216,6 @@ def _experts(module: Any, options: Options) -> Replacement | str:
 
 
 # --- MLPs and blocks -------------------------------------------------------------------------------------------------
-
-
 def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = nn.Linear) -> Rule:
     """Return the rule of an MLP: a linear layer, a GELU, and modules that are called one after the other."""
 
@@ -284,8 +278,6 @@ def _bert_layer(module: Any, options: Options) -> Replacement | str:
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-
-
 def _calls_interface(forward: Any) -> bool:
     """Return whether a forward finds its attention function by transformers' interface."""
     found = getattr(inspect.unwrap(forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
@@ -353,7 +345,6 @@ def _rotated(forward: Any, model: Any) -> Forward | None:
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
-
 _LAZY = (
     "in training with labels, the logits are not materialized: reading output.logits computes them (under "
     "torch.compile it is None); patch(model, loss=False) always computes them"
@@ -443,7 +434,6 @@ def _bare_head(model: Any) -> str | None:
 
 
 # --- all rules -------------------------------------------------------------------------------------------------------
-
 RULES |= {
     nn.LayerNorm: plan_layer_norm,
     nn.Embedding: plan_embedding,

@@ -33,8 +33,6 @@ from accelerant.privacy.random import SecureStream
 from accelerant.runtime.host import as_torch_takes_it, refuse_masked, refuse_without_values
 
 # --- batches of draws -------------------------------------------------------------------------------------------------
-
-
 _Rows = Callable[[Tensor], Any]
 
 
@@ -378,8 +376,6 @@ class DrawTracker:
 
 
 # --- Poisson sampling ------------------------------------------------------------------------------------------------
-
-
 _BITS: Final = 53  # a rate is a multiple of 2^-53, so that float64 holds it exactly
 _LOW: Final = _BITS - 8
 _BLOCK_BITS: Final = 12  # blocks of rare draws: longer ones take long to prepare

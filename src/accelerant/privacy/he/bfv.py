@@ -321,8 +321,6 @@ def _same_key(x: PublicKey, y: PublicKey) -> None:
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-
-
 def _packed(parameters: EncryptionParameters) -> bytes:
     return struct.pack(">IIH", parameters.n, parameters.plain_modulus, parameters.security)
 

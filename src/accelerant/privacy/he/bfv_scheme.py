@@ -179,7 +179,6 @@ class Scheme:
         return Scheme(space, parameters)
 
     # --- estimates of the noise budget, in bits ----------------------------------------------------------------------
-
     @property
     def fresh_bits(self) -> float:
         """Return that of a new ciphertext: 7 standard deviations, each 3.24 sqrt(4 n / 3 + 1), of e0 u + e1 + e2 s."""
@@ -202,7 +201,6 @@ class Scheme:
         return math.log2(growth) + 1
 
     # --- plaintexts, on the host -------------------------------------------------------------------------------------
-
     def encode(self, values: Integers) -> Words:
         """Return the coefficients mod t, (..., n), of the polynomials with these numbers (..., n) in their slots."""
         host = Scheme.of(HOST, self.parameters)
@@ -225,7 +223,6 @@ class Scheme:
         return (whole * m + rounded) % np.array(self.data, np.uint64)[:, None]
 
     # --- ciphertexts -------------------------------------------------------------------------------------------------
-
     def copy(self, x: Any) -> Any:
         """Return a copy of ciphertexts."""
         return self.rns.galois(x, 1, 1, self.k)
@@ -326,7 +323,6 @@ class Scheme:
         return rns.convert(self._down, total, z, x_at=(rows, 0), a=total, a_at=(rows, 1), z_at=(k, 0))
 
     # --- with the secret ---------------------------------------------------------------------------------------------
-
     def phase(self, x: Any, secret: Any) -> Any:
         """Return (batch, 1, k, n), c0 + c1 s; secret: (2, k, n), the transforms of 1 and s."""
         k, batch = self.k, x.shape[0]

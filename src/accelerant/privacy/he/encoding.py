@@ -148,7 +148,6 @@ def in_kind(array: npt.NDArray[Any], origin: Origin) -> Any:
 
 
 # --- numbers of Paillier's plaintexts --------------------------------------------------------------------------------
-
 SLOT_BITS, SLOT_VALUE = 31, 2**23
 """Bits of a slot of a packed plaintext, of which the value has 24 (sign included) and additions the others, and the
 largest magnitude of a value: 66 slots in 2048 bits, 99 in 3072, and 127 additions."""

@@ -61,8 +61,6 @@ _stream = SecureStream()
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
-
-
 @understood_arguments(n_length="bits", key_size="bits")
 def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, PrivateKey]:
     """Generate a key pair, with primes from cryptography's RSA keys.
@@ -448,8 +446,6 @@ def _integer(value: Any) -> int:
 
 
 # --- encrypted tensors -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EncryptedTensor:
     """An encrypted tensor; + - * / @ take tensors of the same key and plain arrays, with NumPy's broadcasting.

@@ -172,7 +172,6 @@ class Share:
         return Share(sharing, index, words.to(place), points[0].to(place) if curve else None)
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
-
     def __add__(self, other: Any) -> Share:
         of, field, points = self.sharing, prime_field(self.sharing.field), self.commitments
         if isinstance(other, Share):
@@ -235,8 +234,6 @@ class Share:
 
 
 # --- split, combine, refresh -----------------------------------------------------------------------------------------
-
-
 def split(
     secret: Any, threshold: int, count: int, *, field: str | None = None, fraction_bits: int = 24,
     verifiable: bool = False, curve: str = "bls12_381_g1", device: DeviceLike = None,
@@ -433,8 +430,6 @@ def _of_one_split(shares: Sequence[Share]) -> list[Share]:
 
 
 # --- values as field elements ----------------------------------------------------------------------------------------
-
-
 def _tensor(value: Any, name: str) -> Tensor:
     refuse_masked(value, name)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

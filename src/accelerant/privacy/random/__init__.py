@@ -161,8 +161,6 @@ if hasattr(os, "register_at_fork"):
 
 
 # --- kernels for CPUs -------------------------------------------------------------------------------------------------
-
-
 Load = Callable[[], Value]
 
 
@@ -319,8 +317,6 @@ class KeystreamKernel(VectorKernel):
 
 
 # --- keystreams on devices --------------------------------------------------------------------------------------------
-
-
 KEYSTREAM_BLOCK = 256  # Most threads per block of chacha20_keystream; each generates a block of keystream
 
 

@@ -325,8 +325,6 @@ def _summed(tensors: list[Tensor]) -> Tensor:
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class ClippingGroup:
     """Parameters that are clipped by one norm, in the model's order: sums over them have the same bits in each run."""

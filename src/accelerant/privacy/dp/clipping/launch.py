@@ -25,8 +25,6 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 # --- the Hopper kernel that forms gradients, hopper.cu ----------------------------------------------------------------
-
-
 KINDS = ("struct", "struct", "struct", "*f32", "struct")
 """Argument types: tensor maps of g, a and the result; partial sums of squares; struct Tiles."""
 
@@ -92,8 +90,6 @@ def _prepare(a: Tensor, g: Tensor, each: Tensor, partial: Tensor) -> PackedLaunc
 
 
 # --- norms, sums and factors ------------------------------------------------------------------------------------------
-
-
 _NAMES = ("squares", "sum", "scale", "ghost")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}
 
@@ -172,8 +168,6 @@ def _spans(x: Tensor) -> tuple[int, int]:
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
-
-
 def torch_squares(x: Tensor) -> Tensor:
     """Compute `squares` by torch's functions: in float64 if they are few, else in float32 by segments."""
     flat = x.reshape(x.shape[0], x.shape[1:].numel())
@@ -332,8 +326,6 @@ def form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
-
-
 def _triton_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None) -> Tensor:
     if not x.numel():
         return torch.zeros(x.shape[1:], dtype=torch.float32, device=x.device) if into is None else into

@@ -514,8 +514,6 @@ def _binding(budgets: Sequence[Budget]) -> list[Budget]:
 
 
 # --- the statement ----------------------------------------------------------------------------------------------------
-
-
 _RELATIONS: Final = {
     "add-or-remove-one": "neighbouring data sets differ by one {unit} added or removed",
     "replace-one": "neighbouring data sets differ by one {unit} replaced",

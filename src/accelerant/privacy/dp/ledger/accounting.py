@@ -185,7 +185,6 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 
 # --- from events to epsilon and back ---------------------------------------------------------------------------------
-
 Method = Literal["pld", "rdp"]
 
 _MAX_RELEASES: Final = 16  # distinct ones composed exactly: each costs 0.3 s once. More have their noise rounded down
@@ -386,7 +385,6 @@ def _releases(events: Sequence[PrivacyEvent], neighbouring: str) -> tuple[Mappin
 
 
 # --- noise for an epsilon --------------------------------------------------------------------------------------------
-
 _TOLERANCE: Final = 8e-4
 _LEAST_NOISE: Final = 1e-3
 
@@ -477,7 +475,6 @@ def _next_probe(aim: float, low: float, high: float) -> float:
 
 
 # --- composition by dp-accounting ------------------------------------------------------------------------------------
-
 _ORDERS: Final[tuple[float, ...]] = (
     *(1 + tenths / 10 for tenths in range(1, 100)),
     *(float(order) for order in (*range(11, 64), 128, 256, 512, 1024)),

@@ -41,8 +41,6 @@ from accelerant.privacy.dp.ledger.accounting import PrivacyEvent, check_delta, c
 from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, typed
 
 # --- the journal ------------------------------------------------------------------------------------------------------
-
-
 _START: Final = "0" * 64
 _LINE: Final = b'{"record":{"kind":"'
 
@@ -238,8 +236,6 @@ def _lock(file: int, path: Path) -> None:
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
-
-
 VERSION: Final = 1
 
 _Budget = tuple[float, float, str]

@@ -276,8 +276,6 @@ def _on_device(key: _Plan | tuple[str, Fraction], device: torch.device) -> Tenso
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTERS = PHILOX_GROUP // 4  # of a group of elements. A tensor begins a new group
 _ALIGNMENT = 16

@@ -178,7 +178,6 @@ def make_tables(weights: tuple[int, ...]) -> npt.NDArray[np.uint32]:
 
 
 # --- sums of base samples --------------------------------------------------------------------------------------------
-
 CUT = 11  # deviations of the base sampler within its table: the rest has probability 4e-28, 2^-91
 SMOOTH = 1.58  # the least w_i: e_i is then below 2^-70
 BASE_LIMIT = (CELLS - 1) / CUT  # the largest deviation of the base sampler
@@ -271,7 +270,6 @@ def groups_of(elements: int, terms: int) -> int:
 
 
 # --- discrete Laplace ------------------------------------------------------------------------------------------------
-
 LAPLACE_POOL = 3
 WIDEST_LAPLACE = 2.0**29  # the largest t in grid steps
 _LAPLACE_BITS = 96
@@ -318,8 +316,6 @@ def laplace_distance(steps: Fraction) -> float:
 
 
 # --- the charge of a release ------------------------------------------------------------------------------------------
-
-
 EPSILON_LIMIT = CHARGED_UP_TO  # Charge.delta holds for a total epsilon up to this
 FINENESS = 64  # rounding to choose_grid's grid adds at most 1 / FINENESS to the sensitivity
 LEAST_STEPS = 1024  # of choose_grid's grid in a deviation
@@ -411,8 +407,6 @@ def _check(name: str, value: float, least: float | None = None) -> None:
 
 
 # --- kernels of the CPU: Philox ---------------------------------------------------------------------------------------
-
-
 _LOGARITHM = (
     0.33333298563957214, -0.25000008940696716, 0.20002824068069458, -0.16668526828289032, 0.14207574725151062,
     -0.12389998883008957, 0.11952442675828934, -0.11787271499633789, 0.06747034937143326,
@@ -526,8 +520,6 @@ class PhiloxKernel(VectorKernel):
 
 
 # --- discrete noise ---------------------------------------------------------------------------------------------------
-
-
 _TOGETHER = 2  # lookups that share loads of the table; with 5, registers run out
 
 _MOST = 2.0**46

@@ -55,8 +55,6 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 # --- noise on sums ----------------------------------------------------------------------------------------------------
-
-
 Kind = Literal["gaussian", "laplace"]
 _CHARGES = {"gaussian": charge, "laplace": laplace_charge}
 
@@ -179,8 +177,6 @@ def charge_of(kind: Kind, scale: float, grid: float, dimensions: int) -> Charge:
 
 
 # --- tensors and queries ----------------------------------------------------------------------------------------------
-
-
 _EXACT = 2**53
 _WIDEST_ON_WHOLE = 2.0**24
 _T = TypeVar("_T", Tensor, Sequence[Tensor])
@@ -401,7 +397,6 @@ def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoiseParameters:
 
 
 # --- counts of a collection's points ----------------------------------------------------------------------------------
-
 # A unit of the ledger must be one point: where a person has several, make one of them, or multiply epsilon by their
 # number. Noise is discrete Laplace of scale sensitivity / epsilon; see `release`.
 
@@ -470,8 +465,6 @@ def private_histogram(
 
 
 # --- local privacy ----------------------------------------------------------------------------------------------------
-
-
 _MOST_CHOICES = 1 << 20
 Numbers = Tensor | NDArray[Any] | Sequence[Any]  # a tensor, an array, or lists of numbers
 

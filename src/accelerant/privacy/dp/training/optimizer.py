@@ -45,8 +45,6 @@ from accelerant.privacy.dp.training.separation import SeparationCheck, running_l
 from accelerant.runtime.processes import Processes
 
 # --- adaptive clipping ------------------------------------------------------------------------------------------------
-
-
 _COUNT_SENSITIVITY = 0.5
 _LEAST_SHARE = 5.0  # least multiplier of the count over the whole's: gradients get 2.1% more noise
 _LARGEST_CHANGE = 2.0  # Limit of a step's change, in natural logarithms: with few expected examples the count is noise
@@ -130,8 +128,6 @@ class AdaptiveNorm:
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
-
-
 _FOREIGN_BATCH = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
     "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, nor twice in "
@@ -257,7 +253,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
             param.grad = None  # of earlier backward passes, unclipped
 
     # --- the wrapped optimizer's interface ---------------------------------------------------------------------------
-
     # Without a setter, so that an assignment raises instead of hiding the wrapped optimizer's attribute.
     state: Any = property(lambda self: self.inner.state)
     defaults: Any = property(lambda self: self.inner.defaults)
@@ -303,7 +298,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
 
     # --- the step ----------------------------------------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless parts of an unfinished draw are in them."""
         if not self.tracker.held:
@@ -475,7 +469,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._allowance.require(self.ledger.counts, event)
 
     # --- between steps -----------------------------------------------------------------------------------------------
-
     def detach(self) -> None:
         """Release the wrapped optimizer; a sum that no step has released is cleared."""
         _watching.discard(self)
@@ -546,7 +539,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._versions = {key: total._version for key, total in self.sums.items()}
 
     # --- checks ------------------------------------------------------------------------------------------------------
-
     def require_as_attached(self) -> None:
         """Raise UnsupportedCase if a parameter became 16 bits wide, or a frozen BatchNorm is in train mode."""
         for name, parameter in self.clipper.parameters:

@@ -466,8 +466,6 @@ def _attached(
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(slots=True)
 class _TrainingArguments:
     """The arguments of `make_private`, checked; `budget` is the target, `adaptive` the settings of that clipping."""

@@ -98,7 +98,6 @@ class PrivateRun(Extension):
             raise ConfigError(f"config.json does not say how the run is private: {error}") from None
 
     # --- before the run ----------------------------------------------------------------------------------------------
-
     def require(self, run: RunConfig) -> None:
         """Raise ConfigError for fp8, float16, recomputation, and what the text would choose: a tokenizer, the end."""
         if run.training.precision == "fp8":
@@ -235,7 +234,6 @@ class PrivateRun(Extension):
                 )
 
     # --- during the run ----------------------------------------------------------------------------------------------
-
     def before_step(self, trainer: Trainer, step: int) -> None:
         self._step = step + 1
 
@@ -269,7 +267,6 @@ class PrivateRun(Extension):
             trainer.stop(_SPENT)
 
     # --- after the run -----------------------------------------------------------------------------------------------
-
     def results(self) -> dict[str, Any]:
         """Return epsilon and its terms for summary.json; write the statement to privacy.json."""
         private, settings = self._training, self.settings
@@ -379,8 +376,6 @@ class _TrainerStep:
 
 
 # --- windows of tokens -----------------------------------------------------------------------------------------------
-
-
 class _TokenWindows:
     """Disjoint windows of tokens, by number; `halved` makes them inputs and targets."""
 

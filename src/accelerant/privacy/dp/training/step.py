@@ -123,7 +123,6 @@ class PrivateStep(GraphedStep):
         return result
 
     # --- a part ------------------------------------------------------------------------------------------------------
-
     def _run_part(self, batch: DrawnBatch) -> Tensor:
         tensors = self._moved(batch.tensors)
         mask = torch.ones(batch.rows, dtype=torch.bool, device="cpu") if batch.mask is None else batch.mask
@@ -196,7 +195,6 @@ class PrivateStep(GraphedStep):
         self._captured_layout = self._layout()
 
     # --- the update --------------------------------------------------------------------------------------------------
-
     def _run_update(self, plan: NoiseParameters, learning_rate: float) -> None:
         """Add noise, divide, run the optimizer, and zero the sums."""
         self._set_rate(learning_rate)

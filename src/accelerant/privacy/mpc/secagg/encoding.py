@@ -42,8 +42,6 @@ from accelerant.runtime.ledger import RecordedLaunch, sole_record
 from accelerant.tensors import DeviceTensor
 
 # --- masks ------------------------------------------------------------------------------------------------------------
-
-
 SignedSeed = tuple[bytes, int]  # A seed of 32 bytes and its sign, 1 or -1
 
 _PAD = 16  # blocks: whole vectors on every CPU
@@ -124,8 +122,6 @@ def mask_sums(rows: Sequence[Sequence[SignedSeed]], n: int, device: torch.device
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
-
-
 _HALF = 2**31
 _TAIL = 12
 _LEAST_STEPS = 4  # of a client's deviation, so that sums of the noise are smooth

@@ -144,8 +144,6 @@ def _read(data: bytes, stage: int, context: bytes) -> tuple[int, bytes]:
 
 
 # --- what both parties compute ----------------------------------------------------------------------------------------
-
-
 def derived(private: Any, public: bytes, context: bytes, purpose: bytes, first: int, second: int) -> bytes:
     """Return 32 bytes that the owners of two X25519 keys have in common, for one purpose and one round."""
     try:

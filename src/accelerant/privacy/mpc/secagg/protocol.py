@@ -242,8 +242,6 @@ def least_neighbours(clients: int, threshold: int, colluders: int) -> int:
 
 
 # --- the client ------------------------------------------------------------------------------------------------------
-
-
 class _Round:
     """A client's state in a round; most of it is secret."""
 
@@ -558,8 +556,6 @@ class AggregationClient:
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class StageReport:
     """Traffic and time of one stage: bytes to and from the server, seconds of the server and of all clients."""
