@@ -27,7 +27,7 @@ from accelerant.search.exact import checked_k, exact
 from accelerant.search.index import KINDS, Index
 from accelerant.search.lists import NONE, best, keys_of, nearest
 from accelerant.search.payload_filter import Evaluator, Mask, Table
-from accelerant.search.qdrant import ClientStore, EdgeStore, PointId, Store, Vectors, point_id
+from accelerant.search.qdrant import ClientStore, EdgeStore, PointId, Vectors, point_id
 
 __all__ = ["Collection", "Matches"]
 
@@ -190,7 +190,7 @@ def files_of(folder: Path, name: str) -> list[Path]:
 class _Mirror:
     """Vectors on the device in rows that are only appended to, which of them are alive, and columns of payloads."""
 
-    def __init__(self, store: Store, device: torch.device) -> None:
+    def __init__(self, store: EdgeStore | ClientStore, device: torch.device) -> None:
         self.store, self.stamp, self.read_at = store, store.stamp(), time.monotonic()
         self._rows = torch.empty(0, store.dim, dtype=torch.float32, device=device)
         self.size, self.dead, self.stale = 0, 0, False
@@ -291,7 +291,7 @@ class Collection:
         require_kind(kind)
         self._device = torch.device(find_device(device, torch_tensors=True).torch_device)
         remote = not isinstance(location, (str, Path)) or str(location).startswith(("http://", "https://"))
-        self._store: Store = (
+        self._store: EdgeStore | ClientStore = (
             ClientStore(location, name, dim, metric) if remote else EdgeStore(Path(location) / name, dim, metric)
         )
         self.dim, self.metric = self._store.dim, self._store.metric

@@ -31,6 +31,7 @@ from accelerant.errors import FormatError, MissingFile, UnsupportedCase
 from accelerant.runtime.files import AtomicFile, open_regular
 from accelerant.search.index import Index, Lists, State, list_numbers
 from accelerant.search.lists import ProductQuantizer
+from accelerant.search.llvm_kernels import LANES
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -41,9 +42,6 @@ _NAMED = {b"IxMp", b"IxM2", b"IBMp", b"IBM2"}
 _DEPTH = 6
 _COSINE = b"accelerant cosine"
 """What follows the records of an index whose vectors were normalized; FAISS does not read so far."""
-
-_LANES = np.array([0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15])
-"""Vectors of a block whose codes are in the low halves of 16 bytes; those 16 further are in the high halves."""
 
 
 def faiss_read(path: str | Path, *, device: Any = "cpu") -> Index:
@@ -279,13 +277,13 @@ def _unpacked(packed: NDArray[Any], size: int) -> NDArray[Any]:
     """Return codes (n, bytes) of two halves a byte from blocks of 32 vectors.
 
     For each byte of a code a block has 32: 16 for its low halves, then 16 for its high halves. Of byte i of 16 the low
-    half is that of vector _LANES[i], the high half that of the vector 16 further.
+    half is that of vector LANES[i], the high half that of the vector 16 further.
     """
     blocks = packed.reshape(-1, size, 2, 16)
     codes = np.empty((len(blocks), 32, size), np.uint8)
     for first, half in ((0, blocks & 15), (16, blocks >> 4)):
         both = half[:, :, 0] | half[:, :, 1] << 4
-        codes[:, first + _LANES] = both.transpose(0, 2, 1)
+        codes[:, first + np.array(LANES)] = both.transpose(0, 2, 1)
     return codes.reshape(-1, size)
 
 

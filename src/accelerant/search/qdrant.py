@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +30,22 @@ class StoreError(AccelerantError):
 
 
 class Store:
-    """A collection as Qdrant holds it: the part that folders and servers share."""
+    """A collection as Qdrant holds it: what a folder and a server share."""
 
     dim: int
     metric: str
-
-    def stamp(self) -> object:
-        """Return what changes with every write, whoever wrote; None where Qdrant reports no such thing."""
-        raise NotImplementedError
-
-    def upsert(self, ids: Sequence[PointId], vectors: Vectors, payloads: Sequence[Mapping[str, Any]]) -> None:
-        """Write points; they survive the end of the process when this returns."""
-        raise NotImplementedError
-
-    def delete(self, ids: Sequence[PointId]) -> None:
-        """Delete points."""
-        raise NotImplementedError
+    _page: Callable[..., Any]
+    retrieve: Callable[[Sequence[PointId]], list[Any]]
+    filter: Callable[[Mapping[str, Any]], Any]
 
     def scroll(self, *, vectors: bool = False, payload: Any = False, filter: Any = None) -> Iterator[list[Any]]:
         """Yield the records of points in the order of their ids."""
-        raise NotImplementedError
-
-    def retrieve(self, ids: Sequence[PointId]) -> list[Any]:
-        """Return the records of points, with their payloads."""
-        raise NotImplementedError
-
-    def filter(self, condition: Mapping[str, Any]) -> Any:
-        """Return a filter of one condition as Qdrant's library has it; ConfigError if it has none."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Write what is pending and release the collection."""
-        raise NotImplementedError
+        offset = None
+        while True:
+            records, offset = self._page(offset, filter, payload, vectors)
+            yield records
+            if offset is None:
+                return
 
     def read(self) -> Iterator[tuple[list[PointId], Vectors]]:
         """Yield all points."""
@@ -201,15 +185,11 @@ class EdgeStore(Store):
         """Delete points."""
         self._asked("update", self._edge.UpdateOperation.delete_points(list(ids)))
 
-    def scroll(self, *, vectors: bool = False, payload: Any = False, filter: Any = None) -> Iterator[list[Any]]:
-        """Yield the records of points in the order of their ids."""
-        offset = None
-        options = {"limit": _READ, "filter": filter, "with_payload": payload, "with_vector": vectors}
-        while True:
-            records, offset = self._asked("scroll", self._edge.ScrollRequest(offset=offset, **options))
-            yield records
-            if offset is None:
-                return
+    def _page(self, offset: Any, filter: Any, payload: Any, vectors: bool) -> Any:
+        request = self._edge.ScrollRequest(
+            offset=offset, limit=_READ, filter=filter, with_payload=payload, with_vector=vectors
+        )
+        return self._asked("scroll", request)
 
     def retrieve(self, ids: Sequence[PointId]) -> list[Any]:
         """Return the records of points, with their payloads."""
@@ -331,15 +311,9 @@ class ClientStore(Store):
         """Delete points, and wait until they are."""
         self._asked("delete", self._name, points_selector=self._models.PointIdsList(points=list(ids)), wait=True)
 
-    def scroll(self, *, vectors: bool = False, payload: Any = False, filter: Any = None) -> Iterator[list[Any]]:
-        """Yield the records of points in the order of their ids."""
-        offset = None
+    def _page(self, offset: Any, filter: Any, payload: Any, vectors: bool) -> Any:
         options = {"scroll_filter": filter, "with_payload": payload, "with_vectors": vectors}
-        while True:
-            records, offset = self._asked("scroll", self._name, limit=_READ, offset=offset, **options)
-            yield records
-            if offset is None:
-                return
+        return self._asked("scroll", self._name, limit=_READ, offset=offset, **options)
 
     def retrieve(self, ids: Sequence[PointId]) -> list[Any]:
         """Return the records of points, with their payloads."""
