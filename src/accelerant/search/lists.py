@@ -162,11 +162,6 @@ def _launched(name: tuple[str, ...], count: int, work: int, *arguments: Any) -> 
         kernel.handle(0, count, *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
 
 
-def padded(x: Tensor | None) -> Tensor | None:
-    """Return numbers of rows with room for a whole block after the last."""
-    return None if x is None else torch.nn.functional.pad(x, (0, ROWS))
-
-
 def tiled(q: Tensor, x: Tensor, extra: Tensor | None, metric: str, *, maxima: bool) -> Tensor:
     """Return the quick scores (Q, N) of queries and rows, or their maxima in blocks of 64 rows, (Q, blocks).
 
