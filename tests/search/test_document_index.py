@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +244,7 @@ def test_the_commands_search_vectors_of_files(command_line, tmp_path):
     for arguments in (
         ("index", tmp_path / "rows.jsonl", *place), ("query", tmp_path / "queries.npy", "--index", tmp_path / "none"),
         ("query", tmp_path / "queries.npy", *place, "--filter", "{"), ("index", tmp_path / "none.npy", *place),
+        ("query", "/dev/zero", *place), ("index", tmp_path / "rows.npy", *place, "--payload", "/dev/zero"),
     ):  # fmt: skip
         status, _, errors = command_line("search", *arguments)
         assert (status, errors.count("\n")) == (2, 1), errors
@@ -258,12 +258,15 @@ def test_the_commands_search_vectors_of_files(command_line, tmp_path):
         found = json.loads(command_line("search", "query", tmp_path / "one.npy", *place, *options, "--json")[1])
         assert (found["ids"][0][0], found["exact"]) == (77, exactly)
     place = ("--index", tmp_path / "papers")
-    for wrong, named in ((np.ones((2, 5)), ""), (np.full((2, 8), np.nan), "NaN")):
+    for wrong, named in ((np.ones((2, 5)), ""), (np.ones((1, 0)), ""), (np.full((2, 8), np.nan), "NaN")):
         np.save(tmp_path / "wrong.npy", wrong)
         for command in ("index", "query"):
             status, _, errors = command_line("search", command, tmp_path / "wrong.npy", *place)
             assert (status, named in errors) == (2, True), errors
-    assert Path(tmp_path / "papers").is_dir()
+    (tmp_path / "link").symlink_to("named")
+    assert command_line("search", "index", tmp_path / "rows.npy", "--index", tmp_path / "link")[0] == 0
+    assert {"named", "papers"} <= {path.name for path in tmp_path.iterdir() if not path.is_symlink()}
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="names of files that are no text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from accelerant.cli.help import Group, JsonOutput, option
 from accelerant.errors import ConfigError, FormatError, MissingFile, RangeError, ShapeError
-from accelerant.runtime.files import decode_json, escaped
+from accelerant.runtime.files import decode_json, escaped, open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,6 +102,7 @@ def _array(path: str) -> npt.NDArray[np.generic]:
     import numpy as np
 
     file = Path(path).expanduser()
+    os.close(open_regular(file))  # a pipe or a device would not end
     try:
         found: Any = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -111,7 +113,7 @@ def _array(path: str) -> npt.NDArray[np.generic]:
 
 
 def _objects(path: str) -> list[Any]:
-    with open(Path(path).expanduser(), encoding="utf-8") as file:
+    with open(open_regular(Path(path).expanduser()), encoding="utf-8") as file:
         try:
             return [decode_json(line) for line in file if line.strip()]
         except ValueError as error:

@@ -547,7 +547,7 @@ class Collection:
             raise ShapeError(f"{what} must be numbers in rows of {self.dim}, got dtype {array.dtype}")
         with np.errstate(over="ignore"):  # infinity is refused below
             rows = np.ascontiguousarray(array, np.float32)
-        if not rows.size:
+        if not len(rows):
             rows = rows.reshape(0, self.dim)
         elif rows.ndim == 1 and what == "queries":
             rows = rows[None]

@@ -127,6 +127,7 @@ class EdgeStore(Store):
         self.dim, self.metric = dim, metric or "cosine"
         distance = getattr(qdrant_edge.Distance, distance_of(self.metric))
         config = qdrant_edge.EdgeConfig(vectors=qdrant_edge.EdgeVectorParams(size=dim, distance=distance))
+        folder = folder.resolve()  # of a link, the folder that it is to name
         new = folder.with_name(f".{folder.name}.new")  # of a process that was killed meanwhile, it is no collection yet
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
