@@ -25,22 +25,8 @@ from accelerant.nn import GPT, layers
 from accelerant.nn.models.gpt import GPTConfig
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
+from accelerant.runtime.memory import limits
 from accelerant.runtime.memory import limits as memory
-from accelerant.runtime.memory.limits import (
-    LiveSet,
-    allocate,
-    apply_limit,
-    available_bytes,
-    bytes_asked_by,
-    describe_out_of_memory,
-    is_out_of_memory,
-    largest_owners,
-    limit,
-    predicting,
-    statistics,
-    storage_bytes,
-    trim,
-)
 from accelerant.runtime.memory.peak import compare_peak, optimal_batch_size, predict_peak
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.stream import Stream, submit
@@ -88,96 +74,96 @@ def case(name, device="cpu"):
 def test_a_fraction_limits_buffers_on_the_cpu():
     total = registry.create("cpu").memory().total_bytes
     try:
-        assert apply_limit(1e-6, "cpu") == int(total * 1e-6)
+        assert limits.apply_limit(1e-6, "cpu") == int(total * 1e-6)
         with pytest.raises(OutOfMemory, match=rf"bytes asked on cpu:0; .* the limit is {int(total * 1e-6):,}"):
-            allocate(int(total * 2e-6), "cpu")
-        held = allocate(64, "cpu")
-        figures = statistics("cpu")
+            limits.allocate(int(total * 2e-6), "cpu")
+        held = limits.allocate(64, "cpu")
+        figures = limits.statistics("cpu")
         assert figures.limit_bytes == int(total * 1e-6)
         assert figures.out_of_memory >= 1
         assert "limit" in str(figures)
         del held
         with override(memory_fraction=0.5):
-            assert apply_limit(device="cpu") == total // 2
+            assert limits.apply_limit(device="cpu") == total // 2
         with override(memory_fraction="AUTO"):
-            assert 0.01 * total <= apply_limit(device="cpu") <= 0.95 * total
-        assert 0.01 * total <= apply_limit("auto", "cpu") <= 0.95 * total
+            assert 0.01 * total <= limits.apply_limit(device="cpu") <= 0.95 * total
+        assert 0.01 * total <= limits.apply_limit("auto", "cpu") <= 0.95 * total
     finally:
-        assert apply_limit(1.0, "cpu") == total
-    assert statistics("cpu").limit_bytes is None
-    assert allocate(4096, "cpu").size_bytes == 4096
+        assert limits.apply_limit(1.0, "cpu") == total
+    assert limits.statistics("cpu").limit_bytes is None
+    assert limits.allocate(4096, "cpu").size_bytes == 4096
 
 
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "most"])
 def test_fractions_without_meaning_are_refused(fraction):
-    assert_raises(ConfigError, str(fraction), apply_limit, fraction, "cpu")
+    assert_raises(ConfigError, str(fraction), limits.apply_limit, fraction, "cpu")
 
 
 def test_a_limited_block_refuses_buffers_and_tensors_and_ends_with_the_block():
-    before = allocate(8 * MIB, "cpu")
+    before = limits.allocate(8 * MIB, "cpu")
     weight = torch.zeros(4 * MIB // 4)
-    with limit(MIB, "cpu"):
+    with limits.limit(MIB, "cpu"):
         assert weight.view(1024, -1).t().shape == (1024, 1024)  # was there before
-        allocate(MIB // 2, "cpu")
+        limits.allocate(MIB // 2, "cpu")
         torch.zeros(MIB // 8)
         assert_raises(OutOfMemory, r"leaves 4,194,304 bytes alive on cpu; the limit is 1,048,576", torch.zeros, MIB)
-        assert_raises(OutOfMemory, "the limit is", lambda: allocate(2 * MIB, "cpu"))
+        assert_raises(OutOfMemory, "the limit is", lambda: limits.allocate(2 * MIB, "cpu"))
         for _ in range(20):
             torch.zeros(MIB // 8)  # freed each time
-        with limit(100, "cpu"), pytest.raises(OutOfMemory):
-            allocate(1000, "cpu")
-        allocate(1000, "cpu")
+        with limits.limit(100, "cpu"), pytest.raises(OutOfMemory):
+            limits.allocate(1000, "cpu")
+        limits.allocate(1000, "cpu")
     torch.zeros(MIB)
     registry.create("cpu").check_limit(1 << 60)
     del before
-    with pytest.raises(ConfigError, match="got nan"), limit(math.nan, "cpu"):
+    with pytest.raises(ConfigError, match="got nan"), limits.limit(math.nan, "cpu"):
         pass
-    with pytest.raises(ConfigError, match="-1"), limit(-1, "cpu"):
+    with pytest.raises(ConfigError, match="-1"), limits.limit(-1, "cpu"):
         pass
 
 
 def test_negative_and_impossible_sizes():
-    assert_raises(ShapeError, "-5", allocate, -5, "cpu")
+    assert_raises(ShapeError, "-5", limits.allocate, -5, "cpu")
     with pytest.raises(OutOfMemory, match=r"(?s)allocate: out of memory on cpu:0.*asked   1,152,921,504,606,846,976"):
-        allocate(1 << 60, "cpu")
-    for call in (statistics, trim, largest_owners, available_bytes, apply_limit):
+        limits.allocate(1 << 60, "cpu")
+    for call in (limits.statistics, limits.trim, limits.largest_owners, limits.available_bytes, limits.apply_limit):
         assert_raises(ConfigError, "abacus", call, device="abacus")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 def test_statistics_of_the_cpu():
-    before = statistics("cpu")
-    buffer = allocate(3 * MIB, "cpu")
-    now = statistics("cpu")
+    before = limits.statistics("cpu")
+    buffer = limits.allocate(3 * MIB, "cpu")
+    now = limits.statistics("cpu")
     assert now.allocated_bytes >= before.allocated_bytes + 3 * MIB
     assert now.peak_bytes >= now.allocated_bytes
     assert now.pool_blocks is None
     json.dumps(now.to_dict())
     assert "cpu:0" in str(now)
     del buffer
-    assert statistics("cpu").allocated_bytes == before.allocated_bytes
-    assert trim("cpu") == 0
-    assert 0 < available_bytes("cpu") <= now.total_bytes
+    assert limits.statistics("cpu").allocated_bytes == before.allocated_bytes
+    assert limits.trim("cpu") == 0
+    assert 0 < limits.available_bytes("cpu") <= now.total_bytes
 
 
 def test_statistics_of_opencl():
     require_backend("opencl")
-    buffer = allocate(MIB, "opencl")
-    figures = statistics("opencl")
+    buffer = limits.allocate(MIB, "opencl")
+    figures = limits.statistics("opencl")
     assert figures.device == "opencl:0"
     assert figures.reserved_bytes >= figures.allocated_bytes >= MIB
-    holder = next(holder for holder in largest_owners("opencl", 3) if holder.size_bytes == MIB)
+    holder = next(holder for holder in limits.largest_owners("opencl", 3) if holder.size_bytes == MIB)
     assert holder.kind == "Buffer"
     del buffer, holder
     gc.collect()
     if hasattr(registry.create("opencl"), "trim"):
-        assert trim("opencl") >= MIB
-    assert statistics("opencl").allocated_bytes == figures.allocated_bytes - MIB
+        assert limits.trim("opencl") >= MIB
+    assert limits.statistics("opencl").allocated_bytes == figures.allocated_bytes - MIB
 
 
 def test_a_containers_limit_counts(monkeypatch):
     monkeypatch.setattr(memory, "control_group_room", lambda: 12345)
-    assert available_bytes("cpu") == 12345
+    assert limits.available_bytes("cpu") == 12345
 
 
 # --- who holds it ----------------------------------------------------------------------------------------------------
@@ -194,7 +180,7 @@ def test_the_largest_owners_are_named():
     owner = Owner()
     owner.cache = torch.zeros(1500 * 1502)
     view = owner.cache[:10]
-    buffer = allocate(1500 * 1503 * 4, "cpu")
+    buffer = limits.allocate(1500 * 1503 * 4, "cpu")
     fake = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(10_000_000))
 
     class Secret(torch.Tensor):
@@ -203,7 +189,7 @@ def test_the_largest_owners_are_named():
             raise RuntimeError("no")
 
     secret = torch.zeros(1500 * 1504).as_subclass(Secret)
-    found = {str(holder): holder for holder in largest_owners("cpu", 20)}
+    found = {str(holder): holder for holder in limits.largest_owners("cpu", 20)}
     text = "\n".join(found)
     assert "(1501, 1500) Parameter, Sequential.0.weight" in text
     assert "gradient of Sequential.0.weight" in text
@@ -215,9 +201,9 @@ def test_the_largest_owners_are_named():
     assert any(holder.shape == (1500 * 1504,) for holder in found.values())
     sizes = [holder.size_bytes for holder in found.values()]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(largest_owners("cpu", 2)) == 2
-    assert largest_owners("cpu", 0) == []
-    assert_raises(ConfigError, "-1", largest_owners, "cpu", -1)
+    assert len(limits.largest_owners("cpu", 2)) == 2
+    assert limits.largest_owners("cpu", 0) == []
+    assert_raises(ConfigError, "-1", limits.largest_owners, "cpu", -1)
     del view, buffer, fake, secret
 
 
@@ -229,37 +215,37 @@ def test_the_largest_owners_are_named():
     ("something else", None),
 ])  # fmt: skip
 def test_the_size_asked_is_read_from_the_error(text, size):
-    assert bytes_asked_by(RuntimeError(text)) == size
+    assert limits.bytes_asked_by(RuntimeError(text)) == size
 
 
 def test_an_out_of_memory_error_is_known_by_its_kind():
     for error in (OutOfMemory("x"), torch.OutOfMemoryError("x"), MemoryError()):
-        assert is_out_of_memory(error)
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+        assert limits.is_out_of_memory(error)
+    assert not limits.is_out_of_memory(RuntimeError("shape mismatch"))
     caught = assert_raises(RuntimeError, None, torch.empty, 1 << 55)
-    assert is_out_of_memory(caught)
-    assert bytes_asked_by(caught) == 1 << 57
+    assert limits.is_out_of_memory(caught)
+    assert limits.bytes_asked_by(caught) == 1 << 57
 
 
 @pytest.mark.slow
 def test_the_text_names_the_op_the_sizes_the_holders_and_what_to_try():
     held = torch.zeros(3_000_001)
-    text = describe_out_of_memory("layer_norm_fwd", torch.OutOfMemoryError("Tried to allocate 2.50 GiB."), "cpu")
+    text = limits.describe_out_of_memory("layer_norm_fwd", torch.OutOfMemoryError("Tried to allocate 2.50 GiB."), "cpu")
     assert text.startswith("layer_norm_fwd: out of memory on cpu:0\n  asked   2,684,354,560 bytes (2.5 GiB)")
     assert "free  " in text
     assert f"{held.nbytes:,} bytes: float32 (3000001,)" in text
     assert "smaller batch" in text
-    assert "an unknown size" in describe_out_of_memory("x", None, "cpu")
-    apply_limit(0.5, "cpu")
+    assert "an unknown size" in limits.describe_out_of_memory("x", None, "cpu")
+    limits.apply_limit(0.5, "cpu")
     try:
-        assert "a higher limit" in describe_out_of_memory("x", 5, "cpu")
+        assert "a higher limit" in limits.describe_out_of_memory("x", 5, "cpu")
     finally:
-        apply_limit(1.0, "cpu")
+        limits.apply_limit(1.0, "cpu")
 
 
 def test_a_device_that_no_longer_answers_still_gets_a_text(monkeypatch):
     monkeypatch.setattr(memory, "statistics", Mock(side_effect=RuntimeError("CUDA error: illegal memory access")))
-    assert "no figures: CUDA error" in describe_out_of_memory("gelu", 10, "cpu")
+    assert "no figures: CUDA error" in limits.describe_out_of_memory("gelu", 10, "cpu")
 
 
 # --- no leaks --------------------------------------------------------------------------------------------------------
@@ -274,7 +260,7 @@ def allocated(device):
     if device == "cuda":
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
-    return statistics(device).allocated_bytes
+    return limits.statistics(device).allocated_bytes
 
 
 @pytest.mark.slow
@@ -286,17 +272,17 @@ def test_hundreds_of_calls_leave_nothing(device):
     stream = Stream(device)
 
     def call(i):
-        allocate(4096, device)
+        limits.allocate(4096, device)
         copy_async(array, device, stream).result()
         submit(model, x.to(device), stream=stream).result().sum().backward()
         model.zero_grad()
         if i % 50 == 0:
             stream_chunks(torch.exp, array, device=device, chunk_bytes=256)
             predict_peak(model, x.to(device))
-            statistics(device)
+            limits.statistics(device)
         if i % 150 == 0:
             optimal_batch_size(model, x, budget=MIB if device == "cpu" else 0.01, maximum=8)
-            describe_out_of_memory("call", 1, device)
+            limits.describe_out_of_memory("call", 1, device)
 
     def held():
         return live_tensors(), allocated(device)
@@ -312,7 +298,7 @@ def test_hundreds_of_calls_leave_nothing(device):
 
 # --- peaks -----------------------------------------------------------------------------------------------------------
 def test_the_live_set_counts_storages_once_and_as_long_as_they_live():
-    live = LiveSet("cpu")
+    live = limits.LiveSet("cpu")
     outside = torch.zeros(1000)
     with live:
         x = torch.zeros(256)
@@ -332,7 +318,7 @@ def test_the_live_set_counts_storages_once_and_as_long_as_they_live():
     assert live.hold([outside, outside[:5]]) == 4000
     live.reset_peak()
     assert live.peak_bytes == 4000
-    assert storage_bytes({"a": outside, "b": outside}, "cpu", granularity=512) == 4096
+    assert limits.storage_bytes({"a": outside, "b": outside}, "cpu", granularity=512) == 4096
 
 
 @pytest.mark.sample(5)
@@ -353,7 +339,7 @@ def test_the_prediction_is_what_a_real_run_holds(name, kind):
     assert parts.total == (
         parts.parameters + parts.inputs + parts.gradients + parts.optimizer_state + parts.activations + parts.workspace
     )
-    assert parts.parameters == storage_bytes([*model.parameters(), *model.buffers()], "cpu")
+    assert parts.parameters == limits.storage_bytes([*model.parameters(), *model.buffers()], "cpu")
     assert (parts.optimizer_state > 0) == ("optimizer" in options)
     if kind == "adamw":
         trained = sum(parameter.nbytes for parameter in model.parameters())
@@ -420,7 +406,7 @@ def test_fused_layers_are_predicted_as_they_run(fused_on_the_cpu):
 
 def test_a_prediction_in_one_thread_leaves_launches_of_others(fused_on_the_cpu):
     x = torch.randn(4, 32)
-    with predicting() as fake:
+    with limits.predicting() as fake:
         fakes = fake.from_tensor(x)
         assert isinstance(ops.gelu(fakes), FakeTensor)
         with ThreadPoolExecutor(1) as other:
@@ -645,7 +631,7 @@ def test_bad_searches_are_refused(arguments, error, text):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prediction_leaves_no_fake_tensor_in_a_cache(device):
     """Kernels keep counters and tables for later launches; a fake one has no address."""
-    with predicting():
+    with limits.predicting():
         q = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device=device).requires_grad_()
         table = torch.empty(64, 64, device=device).requires_grad_()
         ops.attention(q, q, q, causal=True).sum().backward()
@@ -684,11 +670,11 @@ def test_the_batch_found_on_the_gpu_runs():
 
 @gpu
 def test_a_limited_block_on_the_gpu():
-    with pytest.raises(OutOfMemory, match="the limit of 67,108,864 more bytes"), limit(64 * MIB, "cuda"):
+    with pytest.raises(OutOfMemory, match="the limit of 67,108,864 more bytes"), limits.limit(64 * MIB, "cuda"):
         torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
-    with pytest.raises(OutOfMemory, match="more bytes were held"), limit(64 * MIB, "cuda"):
+    with pytest.raises(OutOfMemory, match="more bytes were held"), limits.limit(64 * MIB, "cuda"):
         torch.empty(65 * MIB, dtype=torch.uint8, device="cuda")
-    with limit(64 * MIB, "cuda"):
+    with limits.limit(64 * MIB, "cuda"):
         for _ in range(10):
             torch.empty(63 * MIB, dtype=torch.uint8, device="cuda")
     torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
@@ -698,14 +684,14 @@ def test_a_limited_block_on_the_gpu():
 @gpu
 def test_trim_and_statistics_of_the_gpu():
     x = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
-    peak = statistics("cuda").peak_bytes
+    peak = limits.statistics("cuda").peak_bytes
     assert peak >= 256 * MIB
     del x
-    assert trim("cuda") >= 256 * MIB
+    assert limits.trim("cuda") >= 256 * MIB
     with memory.peak_recorded("cuda") as record:
         torch.empty(MIB, dtype=torch.uint8, device="cuda")
     assert record.growth_bytes == MIB
-    figures = statistics("cuda")
+    figures = limits.statistics("cuda")
     assert figures.peak_bytes >= peak
     assert 0 <= figures.fragmentation <= 1
     assert figures.limit_bytes is None
@@ -718,7 +704,7 @@ def test_the_text_of_an_out_of_memory_error_on_the_gpu():
     free, _ = torch.cuda.mem_get_info()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(free * 4, dtype=torch.uint8, device="cuda")
-    text = describe_out_of_memory("gelu_fwd", caught.value, "cuda")
+    text = limits.describe_out_of_memory("gelu_fwd", caught.value, "cuda")
     assert text.startswith("gelu_fwd: out of memory on cuda:0\n  asked   ")
     assert "unknown size" not in text
     assert f"{held.nbytes:,} bytes: uint8 ({100 * MIB},)" in text

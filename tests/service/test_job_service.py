@@ -14,18 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from accelerant.errors import ConfigError, RangeError
-from accelerant.service.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    JobFailed,
-    JobNotFinished,
-    JobNotFound,
-    QueueFull,
-    ResultGone,
-    ServiceError,
-    WorkerLost,
-)
+from accelerant.service import errors
 from accelerant.service.jobs.queue import WorkerProcess
 from accelerant.service.jobs.service import JobService
 from accelerant.service.jobs.wire import JobRequest, JobState
@@ -154,13 +143,13 @@ async def test_a_job_is_private_and_its_inputs_are_wiped(running, settings, tmp_
         job = await service.submit(request("work", until=str(over)))
         assert job.state is JobState.QUEUED
         assert "inputs" in files(service)
-        with pytest.raises(JobNotFinished, match=f"job {job.id} is"):
+        with pytest.raises(errors.JobNotFinished, match=f"job {job.id} is"):
             await service.result(job.id, "key")
         assert (await started(service, job)).device == "cpu"
         for key in ("another", ""):
-            with pytest.raises(JobNotFound):
+            with pytest.raises(errors.JobNotFound):
                 await service.get(job.id, key)
-            with pytest.raises(JobNotFound):
+            with pytest.raises(errors.JobNotFound):
                 await service.cancel(job.id, key)
         assert await service.list("another") == []
         over.touch()
@@ -184,7 +173,7 @@ async def test_a_directory_that_others_read_is_refused(running, settings):
 
 
 async def test_a_worker_that_does_not_start_is_an_error(running):
-    with pytest.raises(ServiceError, match="no worker starts: the worker of cpu:9 ended with status 1"):
+    with pytest.raises(errors.ServiceError, match="no worker starts: the worker of cpu:9 ended with status 1"):
         async with running(devices=("cpu:9",)):
             pass
 
@@ -193,11 +182,11 @@ async def test_failures_are_stated(running):
     async with running() as service:
         job = await ended(service, await service.submit(request("work", how="refuse")))
         assert (job.state, job.error) == (JobState.FAILED, "RangeError: 7 is out of range")
-        with pytest.raises(JobFailed, match="RangeError: 7 is out of range"):
+        with pytest.raises(errors.JobFailed, match="RangeError: 7 is out of range"):
             await service.result(job.id, "key")
         job = await ended(service, await service.submit(request("work", how="raise")))
         assert job.error == "JobFailed: work failed with ZeroDivisionError; the server's log has the details"
-        with pytest.raises(JobFailed, match="work failed with ZeroDivisionError"):
+        with pytest.raises(errors.JobFailed, match="work failed with ZeroDivisionError"):
             await service.call(request("work", how="raise"))
         assert service.stats().workers[0].restarts == 0
         await only(service)
@@ -220,7 +209,7 @@ async def test_a_lost_worker_is_restarted_and_its_work_repeated_once(running, tm
         job = await ended(service, await service.submit(request("work", how=how)))
         assert (job.state, job.attempts) == (JobState.FAILED, 2)
         assert job.error == f"WorkerLost: {reason}, for the second time"
-        with pytest.raises(WorkerLost, match=f"{reason}, for the second time"):
+        with pytest.raises(errors.WorkerLost, match=f"{reason}, for the second time"):
             await service.call(request("work", how=how))
         np.testing.assert_array_equal((await service.call(request("double")))["y"], 2 * X)
         assert service.stats().workers[0].restarts == 5
@@ -249,7 +238,7 @@ async def test_a_repetition_goes_to_another_device(running, monkeypatch, tmp_pat
         assert sorted(names) == ["cpu#0", "cpu#1"]
         await all_ready(service)
         restarts = [worker.restarts for worker in service.stats().workers]
-        with pytest.raises(WorkerLost):
+        with pytest.raises(errors.WorkerLost):
             await service.call(request("work", how="kill", log=str(log)))
         assert [worker.restarts for worker in service.stats().workers] == [count + 1 for count in restarts]
 
@@ -263,7 +252,7 @@ async def test_cancel(running):
         await service.cancel(job.id, "key")
         job = await ended(service, job, 30.0)
         assert (job.state, job.error) == (JobState.CANCELLED, None)
-        with pytest.raises(Cancelled):
+        with pytest.raises(errors.Cancelled):
             await service.result(job.id, "key")
         assert (await service.cancel(job.id, "key")) == job
         await only(service)
@@ -288,7 +277,7 @@ async def test_deadlines(running, monkeypatch):
         while not service._workers[0].launches:
             await asyncio.sleep(0)
         other = asyncio.create_task(service.call(request("double")))
-        with pytest.raises(DeadlineExceeded, match=r"work did not end within 1 s"):
+        with pytest.raises(errors.DeadlineExceeded, match=r"work did not end within 1 s"):
             await hangs
         np.testing.assert_array_equal((await other)["y"], 2 * X)
         assert service.stats().workers[0].restarts == 2
@@ -309,7 +298,7 @@ def test_deadlines_of_many_calls_are_looked_at_together(tmp_path, monkeypatch):
         calls = (service.call(request("double", deadline_s=0.1 + 0.001 * i)) for i in range(300))
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert {type(result) for result in asyncio.run(main())} == {DeadlineExceeded}
+    assert {type(result) for result in asyncio.run(main())} == {errors.DeadlineExceeded}
     assert len(looks) < 30
 
 
@@ -320,23 +309,23 @@ async def test_the_queue_is_bounded_by_count_and_bytes(running, tmp_path):
         blocker = asyncio.create_task(service.call(request("double", until=str(over))))
         two = [asyncio.create_task(service.call(request("double"))) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="the queue holds 3 requests, as many as it may") as caught:
+        with pytest.raises(errors.QueueFull, match="the queue holds 3 requests, as many as it may") as caught:
             await service.call(request("double"))
         assert 1.0 <= caught.value.retry_after_s <= 60.0
         over.touch()
         await asyncio.gather(blocker, *two)
-        with pytest.raises(QueueFull, match="holds 0 bytes and may hold 40,960; the request has 65,536"):
+        with pytest.raises(errors.QueueFull, match="holds 0 bytes and may hold 40,960; the request has 65,536"):
             await service.call(request("double", np.tile(X, 8)))
         await service.call(request("double"))
 
         running_job = await service.submit(request("work", until=str(tmp_path / "never")))
         await started(service, running_job)
         queued = [await service.submit(request("work")) for _ in range(3)]
-        with pytest.raises(QueueFull):
+        with pytest.raises(errors.QueueFull):
             await service.submit(request("work"))
         assert len(list(Path(service.settings.directory, "jobs").iterdir())) == 4  # nothing is left of the refused
         await service.cancel(queued[0].id, "key")
-        with pytest.raises(QueueFull, match="may hold 40,960"):
+        with pytest.raises(errors.QueueFull, match="may hold 40,960"):
             await service.submit(request("work", np.tile(X, 4)))
 
 
@@ -347,7 +336,7 @@ async def test_retention_and_the_limit_of_results(running, monkeypatch):
         for job in jobs:
             await ended(service, job)
         await asyncio.to_thread(service._prune)
-        with pytest.raises(ResultGone, match="stored results reached their limit"):
+        with pytest.raises(errors.ResultGone, match="stored results reached their limit"):
             await service.result(jobs[0].id, "many")  # the oldest of the key that has most
         for job in jobs[1:]:
             np.testing.assert_array_equal((await service.result(job.id, None))["y"], X + 1)
@@ -404,7 +393,7 @@ async def test_drain_ends_work_and_keeps_the_rest(running, tmp_path):
         while service._accepting:
             await asyncio.sleep(0)
         for refused in (service.call, service.submit):
-            with pytest.raises(Draining):
+            with pytest.raises(errors.Draining):
                 await refused(request("double"))
         over.touch()
         np.testing.assert_array_equal((await call)["y"], 2 * X)

@@ -24,15 +24,6 @@ from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.compilation import kernel
 from accelerant.runtime.compilation.cache import kernel_key
 from accelerant.runtime.compilation.host_c import run_compiler
-from accelerant.runtime.compilation.kernel import (
-    Binary,
-    CompileOptions,
-    KernelSource,
-    Resources,
-    first_line,
-    header_hashes,
-    portable_header,
-)
 from accelerant.runtime.compilation.signatures import host_code
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.host import run_python
@@ -43,13 +34,13 @@ _FIXED: dict[str, Any] = {"std": "c++17"}
 """NVRTC's options that are the same for each kernel and change its code; part of the cache's key."""
 
 
-def cuda_key(source: KernelSource, target: str) -> str:
+def cuda_key(source: kernel.KernelSource, target: str) -> str:
     """Return the disk cache's key for the result of compile_cuda."""
     dialect, program = source.pick(DIALECTS)
     folders = source.compile_options.folders
     return kernel_key(
         program=program if isinstance(program, str) else program.key,
-        header=portable_header() if dialect == "portable" else "",
+        header=kernel.portable_header() if dialect == "portable" else "",
         entries=sorted(source.entries),
         options=[
             *source.compile_options.for_nvrtc(),
@@ -63,18 +54,18 @@ def cuda_key(source: KernelSource, target: str) -> str:
     )
 
 
-def compiler_version(source: KernelSource) -> str:
+def compiler_version(source: kernel.KernelSource) -> str:
     """Return the compiler of a source with its version: "nvrtc 13.0", "triton 3.4"."""
     dialect, _ = source.pick(DIALECTS)
     return _triton_version() if dialect == "triton" else _nvrtc_version()
 
 
-def compile_cuda(source: KernelSource, target: str) -> Binary:
+def compile_cuda(source: kernel.KernelSource, target: str) -> kernel.Binary:
     """Compile for an architecture ("sm_90a"), without driver or device; raise CompileError with the log."""
     dialect, program = source.pick(DIALECTS)
     if isinstance(program, kernel.Builder):
         built = program.build(target)
-        if isinstance(built, Binary):
+        if isinstance(built, kernel.Binary):
             source.refuse_options(type(program).__name__)
             return built
         program = built
@@ -83,7 +74,7 @@ def compile_cuda(source: KernelSource, target: str) -> Binary:
     if not result.cubin:
         log = explained(result.log or result.status, program, source.name)
         raise CompileError(f"kernel {source.name!r} does not compile for {target}", log)
-    return Binary(
+    return kernel.Binary(
         code=result.cubin,
         symbols=result.symbols,
         resources={entry: read_resources(result.log, symbol) for entry, symbol in result.symbols.items()},
@@ -139,7 +130,8 @@ def run_nvrtc(
     encoded = [argument.encode() for argument in arguments]
     standard = _standard_headers(any(Path(folder, "cuda", "std").is_dir() for folder in folders))
     if portable:
-        quiet = f"#pragma nv_diag_suppress 177\n{portable_header()}\n#pragma nv_diag_default 177"  # unused functions
+        # unused functions
+        quiet = f"#pragma nv_diag_suppress 177\n{kernel.portable_header()}\n#pragma nv_diag_default 177"
         text = f"{quiet}\n{kernel.first_line(name)}\n{text}"
     _, program = nvrtc.nvrtcCreateProgram(
         text.encode(), name.encode(), len(standard), [*map(str.encode, standard.values())], [*map(str.encode, standard)]
@@ -223,11 +215,11 @@ def explained(log: str, text: str, name: str) -> str:
     return "\n".join([*lines, log])
 
 
-def read_resources(log: str, symbol: str) -> Resources:
+def read_resources(log: str, symbol: str) -> kernel.Resources:
     """Read the resources that `ptxas -v` prints for an entry point; empty where it prints none."""
     if not (part := entry_log(log, symbol)):
-        return Resources()
-    return Resources(
+        return kernel.Resources()
+    return kernel.Resources(
         registers=log_number(part, r"Used (\d+) registers"),
         spill_bytes=log_number(part, r"(\d+) bytes spill stores"),
         stack_bytes=log_number(part, r"(\d+) bytes stack frame"),
@@ -274,23 +266,23 @@ _TIMEOUT_S = 300
 _CHILD = "from accelerant.runtime.compilation.cuda import _answer; _answer()"
 
 
-def hip_key(source: KernelSource, target: str) -> str:
+def hip_key(source: kernel.KernelSource, target: str) -> str:
     """Return the disk cache's key for the result of compile_hip."""
     text = source.text(HIP_DIALECTS, "hiprtc")
     return kernel_key(
-        program=text, header=portable_header(), entries=sorted(source.entries), options=_options(source),
-        headers=header_hashes(text, source.compile_options.folders), target=target, compiler=hiprtc_version(),
+        program=text, header=kernel.portable_header(), entries=sorted(source.entries), options=_options(source),
+        headers=kernel.header_hashes(text, source.compile_options.folders), target=target, compiler=hiprtc_version(),
     )  # fmt: skip
 
 
-def compile_hip(source: KernelSource, target: str) -> Binary:
+def compile_hip(source: kernel.KernelSource, target: str) -> kernel.Binary:
     """Compile for an architecture ("gfx90a"), without driver or device; raise CompileError with the log."""
-    text = f"{portable_header()}\n{first_line(source.name)}\n{source.text(HIP_DIALECTS, 'hiprtc')}"
+    text = f"{kernel.portable_header()}\n{kernel.first_line(source.name)}\n{source.text(HIP_DIALECTS, 'hiprtc')}"
     options = [f"--offload-arch={target}", *_options(source)]
     found = _ask(f"for {target}", text=text, name=source.name, options=options)
     if not found["code"]:
         raise CompileError(f"kernel {source.name!r} does not compile for {target}", found["log"])
-    return Binary.of(base64.b64decode(found["code"]), source.entries, found["log"])
+    return kernel.Binary.of(base64.b64decode(found["code"]), source.entries, found["log"])
 
 
 @functools.cache
@@ -313,7 +305,7 @@ def _torch_hip() -> str:
     return str(torch.version.hip or "") if (torch := sys.modules.get("torch")) is not None else ""
 
 
-def _options(source: KernelSource) -> list[str]:
+def _options(source: kernel.KernelSource) -> list[str]:
     return [*source.compile_options.for_hip(), *source.raw_options, *_FOR_HIPRTC]
 
 
@@ -519,7 +511,7 @@ class EntryPoint:
 
     name: str
     symbol: str
-    resources: Resources
+    resources: kernel.Resources
     barriers: int
     max_threads: int | None
     occupancy: Occupancy | None
@@ -560,7 +552,7 @@ def inspect_cuda(
     *,
     name: str,
     include: Sequence[Path] = (),
-    options: CompileOptions = CompileOptions(),  # noqa: B008  frozen
+    options: kernel.CompileOptions = kernel.CompileOptions(),  # noqa: B008  frozen
     entries: Sequence[str] = (),
     block: int | None = None,
     dynamic_shared_bytes: int = 0,
@@ -630,7 +622,7 @@ def inspect_amd(
     *,
     name: str,
     include: Sequence[Path] = (),
-    options: CompileOptions = CompileOptions(),  # noqa: B008  frozen
+    options: kernel.CompileOptions = kernel.CompileOptions(),  # noqa: B008  frozen
 ) -> Inspection:
     """Compile text in the portable dialect for an AMD architecture ("gfx90a") by clang, without ROCm.
 
@@ -642,7 +634,7 @@ def inspect_amd(
     folders = (f"-I{folder}" for folder in include)
     command = [amd_compiler(), *_FOR_AMD, f"--offload-arch={target}", *options.for_hip(), *folders]
     began = time.perf_counter()
-    source = f"{portable_header()}\n{first_line(name)}\n{text}"
+    source = f"{kernel.portable_header()}\n{kernel.first_line(name)}\n{text}"
     done = run_compiler([*command, "-S", "-", "-o", "-"], source)
     took_ms = (time.perf_counter() - began) * 1e3
     if "invalid target ID" in done.stderr:
@@ -656,7 +648,7 @@ def inspect_amd(
         fields = dict(re.findall(r"^ {0,4}\.(\w+): +(\S+)$", notes, re.MULTILINE))
         words = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size", "group_segment_fixed_size")
         registers, spills, stack, shared = (int(fields[word]) for word in words)
-        resources = Resources(registers, 4 * spills, stack, shared)
+        resources = kernel.Resources(registers, 4 * spills, stack, shared)
         threads = int(fields["max_flat_workgroup_size"])
         found.append(EntryPoint(_demangle(fields["name"]), fields["name"], resources, 0, threads, None))
     warnings = tuple(message for message in read_messages(log, name) if message.severity == "warning")
