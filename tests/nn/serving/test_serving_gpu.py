@@ -28,6 +28,7 @@ def test_greedy_answers_on_a_gpu_are_those_of_the_cpu(fast):
     prompts = [prompt(length, length) for length in (1, 16, 17, 100)]
     expected = [generated(model, ids, 12) for ids in prompts]
     with Engine(model.cuda(), 64, 32, fast=fast) as engine:
+        engine.warm((2, 16, 17, 32))
         answers = [engine.submit(ids, GREEDY, max_tokens=12) for ids in prompts]
         assert [read(answer)[0] for answer in answers] == expected
 

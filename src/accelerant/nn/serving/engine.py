@@ -277,7 +277,7 @@ class Engine:
         self._cache = PagedCache.empty(model, blocks + 1, block_size)
         pace = scheduler.Pace() if start and self._device.type == "cpu" else None
         self._scheduler = Scheduler(BlockPool(blocks), block_size, max_batch_tokens, speculate, pace)
-        self._warm()
+        self.warm((1,))  # raises for layers that cannot serve
         self._lock = fork_safe(threading.RLock())  # an Answer that is collected cancels, on any thread
         self._wake = fork_safe(threading.Condition(self._lock))
         self._new: list[Request] = []
@@ -454,13 +454,18 @@ class Engine:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     @torch.inference_mode()
-    def _warm(self) -> None:
-        """Compute a step of padding: kernels are compiled, and layers that cannot serve are refused."""
-        shape = StepShape(1, 1, 1, 1, True)
-        host = torch.empty(shape.words, dtype=torch.int32, device="cpu")
-        shape.fill(host.numpy(), [], self.block_size)
-        with self._device_context():
-            self._logits(shape, host.to(self._device))
+    def warm(self, tokens: Iterable[int]) -> None:
+        """Compute steps of so many tokens of padding, for one answer and for two: kernels that they need are compiled.
+
+        A server calls it before its first request, which otherwise waits for the compiler at each new size.
+        """
+        for count in tokens:
+            for rows in {1, min(2, count)}:
+                shape = StepShape(rows, count, -(-count // self.block_size), rows, rows == count)
+                host = torch.empty(shape.words, dtype=torch.int32, device="cpu")
+                shape.fill(host.numpy(), [], self.block_size)
+                with self._device_context():
+                    self._logits(shape, host.to(self._device))
 
     def _has_work(self) -> bool:
         return bool(self._new or self._unread or self._scheduler.waiting or self._scheduler.running)

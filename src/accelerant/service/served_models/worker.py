@@ -36,6 +36,10 @@ from accelerant.service.served_models.admission import FairQueue
 _METRICS_S = 1.0
 _SWITCH_S = 0.0005
 """How long the engine's thread may keep the others, of which the one that sends needs several turns a step, waiting."""
+_WARM_TOKENS = (1, 2, 16, 17, 64, 65, 128, 129, 256, 257)
+"""New tokens of the steps that a server on a GPU computes first: kernels differ by their number, and by whether it is a
+multiple of 16.
+"""
 _POLL_S = 0.005
 """Pause after which free blocks are looked for again while requests wait."""
 _RETRY_S = (1.0, 60.0)
@@ -405,6 +409,8 @@ def _loaded(given: dict[str, Any], connection: Any) -> tuple[ChildOfModel, dict[
         model, tokenizer = load_model(folder, device=device, quantize=given["quantize"] or None)
         blocks = split.blocks_of_cache(model, device, given["cache_tokens"], given["block_size"])
         engine = Engine(model, blocks, tokenizer=tokenizer, **{name: given[name] for name in split.OF_ENGINE})
+        if device.type == "cuda":
+            engine.warm(size for size in (*_WARM_TOKENS, engine.max_batch_tokens) if size <= engine.max_batch_tokens)
     worker = ModelWorker(connection, engine, tokenizer, given["most_waiting"])
     worker.folder = given["folder"]
     described = {"task": "generate", "context": worker.context, "chat": tokenizer.has_chat_template}
