@@ -65,8 +65,9 @@ def test_nested_and_sparse_tensors_are_named(calls):
     for _ in range(calls):
         ops.mse_loss(dense, x)
     for odd, kind in ((torch.nested.nested_tensor([x, y]), "nested"), (dense.to_sparse(), "sparse_coo")):
-        with pytest.raises(UnsupportedCase, match=f"an argument of mse_loss is a {kind} tensor; wanted a dense one"):
-            ops.mse_loss(odd, x)
+        for given in ((odd, x), (dense, odd)):
+            with pytest.raises(UnsupportedCase, match=f"an argument of mse_loss is a {kind} tensor; wanted a dense"):
+                ops.mse_loss(*given)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 0), (0,), (0, 2, 0)])

@@ -193,7 +193,8 @@ class CpuFastPath:
             try:
                 usual = (
                     len(values) == length
-                    and not values[0].is_nested  # the guards' check of such a tensor would end the process
+                    # The guards' check of a nested tensor would end the process.
+                    and not (values[0].is_nested or (count > 1 and values[count - 1].is_nested))
                     and (tuple(options) == names if options else not names)
                     and (check(*values) if length == count else values[-1] is last and check(*values[:-1]))
                     and (grad is None or is_grad_enabled() is grad)
