@@ -40,10 +40,24 @@ def test_products_of_planes_compile_without_spills(bits, dtype, gated, bias_byte
     assert binary.metadata["overlaps"] is True
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("columns", [16, 4096, op.MOST_COLUMNS])
+def test_conversions_to_planes_compile_without_spills(columns):
+    for program in (
+        op.planes_program(4, torch.bfloat16, True, False, 0, 2**15, max(columns, 128), True),
+        op.planes_program(8, torch.float16, False, True, 0, 2**15, columns),
+        op.to_planes_program(torch.bfloat16, columns, True),
+    ):
+        binary = program.build("sm_90a")
+        (used,) = binary.resources.values()
+        assert used.spill_bytes == used.stack_bytes == 0
+        assert binary.metadata["overlaps"] is True
+
+
 @pytest.mark.parametrize("file", ["hopper.cu", "planes.cu"])
 def test_reads_nothing_as_unchanging(file):
     """It may begin while the kernel before it still writes the weight: no load may be of the kind for constants."""
-    planes = op.planes_program(4, torch.bfloat16, True, True, 4, 2**15)
+    planes = op.planes_program(4, torch.bfloat16, True, True, 4, 2**15, 4096, True)
     text = (planes if file == "planes.cu" else op.row_program(op.ROW_CONFIGS[0], torch.bfloat16, 4, 4)).text
     assert ".nc" not in text[text.index(f'#line 1 "{file}"') :].replace("Not ld.global.nc, which", "")
     assert "__restrict__" not in text[text.index(f'#line 1 "{file}"') :]
@@ -183,3 +197,43 @@ def test_waits_for_what_the_kernels_before_it_write(captured):
 
     for _ in range(20):
         assert torch.equal(run(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [16, 48, 1152, 4096, 28672])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_planes_represent_rows(K, dtype, normed):
+    torch.manual_seed(K)
+    x = (torch.randn(5, K, device="cuda") * torch.tensor([[1e-3], [1], [30], [0], [1]], device="cuda")).to(dtype)
+    x[4, 3] = float("nan")
+    gain = torch.rand(K, device="cuda").to(dtype) if normed else None
+    planes, units = op.to_planes(x, gain, 1e-5)
+    wide = x.double()
+    exact = wide if gain is None else torch.rms_norm(wide, (K,), gain.double(), 1e-5)
+    digits = planes.double() * torch.tensor([65536.0, 256.0, 1.0], device="cuda", dtype=torch.float64)[:, None]
+    found = digits.sum(1) * units[:, None]
+    assert ((found - exact).abs().amax(1) <= 5e-7 * exact.abs().amax(1))[:4].all()
+    assert found[4].isnan().all()
+    moved = torch.empty(K + 1, device="cuda", dtype=dtype)[1:].copy_(x[2])
+    assert torch.equal(op.to_planes(moved[None], gain, 1e-5)[0], planes[2:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("N", "K"), [(1, 128), (999, 1152), (6144, 4096), (5, 16), (999, 1040), (777, 28672)])
+@pytest.mark.parametrize(("gated", "normed"), [(False, False), (True, True)])
+def test_a_product_converts_its_row_to_the_same_planes(bits, N, K, gated, normed):
+    torch.manual_seed(N)
+    if bits == 4 and K % 128:
+        K = 256
+    rows = 2 * N if gated else N
+    x, gain = torch.randn(1, K, device="cuda").bfloat16(), torch.rand(K, device="cuda").bfloat16() if normed else None
+    weight = torch.randint(0, 256, (rows, K * bits // 8), device="cuda", dtype=torch.uint8)
+    weight = weight if bits == 4 else weight.view(torch.int8)
+    scale = torch.rand(rows, K // 128, device="cuda") if bits == 4 else torch.rand(rows, device="cuda")
+    residual, bias = torch.randn(1, N, device="cuda").bfloat16(), torch.randn(rows, device="cuda")
+    assert op.takes_row(x, gain, weight) or K > op.FEW_COLUMNS
+    y = op.launch_row(x, gain, 1e-5, weight, scale, bias, residual, gated)
+    planes, units = op.to_planes(x, gain, 1e-5)
+    assert torch.equal(y, op.launch_planes_row(planes, units, weight, scale, bias, residual, x.dtype, gated))

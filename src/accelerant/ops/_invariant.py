@@ -105,6 +105,8 @@ def _by_triton(
     eps: float, residual: Tensor | None, gated: bool,
 ) -> Tensor:  # fmt: skip
     rows, N = next_power_of_2(max(len(x), 1)), len(weight) // (2 if gated else 1)
+    if scale is not None and zero is None and linear_int8.takes_row(x, norm, weight):
+        return linear_int8.launch_row(x, norm, eps, weight, scale, bias, residual, gated)
     if weight.dtype == torch.uint8 and scale is not None:
         if linear_int8.takes_planes(x):
             planes, units = linear_int8.to_planes(x, norm, eps)

@@ -14,7 +14,15 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops import _library, _rows
 from accelerant.ops._hopper import is_hopper
 from accelerant.ops._launch import ceil_div, next_power_of_2
-from accelerant.ops.linear_int8.op import Int8Tile, launch_planes_row, takes_planes, takes_planes_row, to_planes
+from accelerant.ops.linear_int8.op import (
+    Int8Tile,
+    launch_planes_row,
+    launch_row,
+    takes_planes,
+    takes_planes_row,
+    takes_row,
+    to_planes,
+)
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -100,6 +108,8 @@ def constants(plan: Int8Tile, dtype: torch.dtype, device: torch.device | None) -
 
 def launch_triton(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return y (M, N) of x (M, K)."""
+    if zero is None and takes_row(x, None, weight):
+        return launch_row(x, None, 0.0, weight, scale, bias, None, False)
     if takes_planes(x):
         return launch_planes(*to_planes(x, None, 0.0), weight, scale, zero, bias, None, x.dtype)
     (M, K), N = x.shape, weight.shape[0]

@@ -121,8 +121,12 @@ def launch_hopper(
 
 
 # --- the kernel for Hopper (planes.cu), for one row of x in 24-bit integers -------------------------------------------
-PLANES_ROW_KINDS = ("*i8", "*f32", "*i8", "*f32", "*bf16", "*bf16", "*bf16", "i32", "i32", "i32")
-"""Kinds of the kernel's arguments: planes, unit, weight, scale, bias, residual, y; N, K, fours of rows per block."""
+PLANES_ROW_KINDS = ("*i8", "*f32", "*i8", "*f32", "*bf16", "*bf16", "*bf16", "i32", "i32", "i32", "f32")
+"""Kinds of the kernel's arguments: planes and unit, or x and the norm's gain; weight, scale, bias, residual, y; N, K,
+fours of rows per block, eps."""
+
+TO_PLANES_KINDS = ("*bf16", "*bf16", "*i8", "*f32", "f32")
+"""Kinds of the arguments of the kernel that only converts: x, norm, planes, units, eps."""
 
 _PLANES_FILE = Path(__file__).with_name("planes.cu")
 _PLANES_WARPS = 8
@@ -133,15 +137,27 @@ _MOST_SHARED = 13 * _SHARED_STEP
 
 @functools.cache
 def planes_program(
-    bits: int, dtype: torch.dtype, gated: bool, residual: bool, bias_bytes: int, shared_bytes: int
-) -> _hopper.HopperProgram:
-    """Return the program for a weight of 8 or 4 bits; bias_bytes: of an element, 0 for None."""
+    bits: int, dtype: torch.dtype, gated: bool, residual: bool, bias_bytes: int, shared_bytes: int, columns: int = 0,
+    norm: bool = False,
+) -> _hopper.HopperProgram:  # fmt: skip
+    """Return the program for a weight of 8 or 4 bits; bias_bytes: of an element, 0 for None.
+
+    columns: of x, which the kernel converts itself, after an RMS norm if `norm`; 0 if it takes planes.
+    """
     constants = {
         "BITS": bits, "GATED": int(gated), "RESIDUAL": int(residual), "DEPTH": 2, "BIAS_BYTES": bias_bytes,
-        "WARPS": _PLANES_WARPS,
+        "WARPS": _PLANES_WARPS, "COLUMNS": columns, "NORM": int(norm), "ALONE": 0,
     }  # fmt: skip
     text = _hopper.hopper_program(_PLANES_FILE, _hopper.ELEMENTS[dtype], (), constants)
     return _hopper.HopperProgram("linear_planes_row", text, 32 * _PLANES_WARPS, shared_bytes, overlaps=True)
+
+
+@functools.cache
+def to_planes_program(dtype: torch.dtype, columns: int, norm: bool) -> _hopper.HopperProgram:
+    """Return the program that only converts rows."""
+    constants = {"WARPS": _PLANES_WARPS, "BITS": 8, "GATED": 0, "COLUMNS": columns, "NORM": int(norm), "ALONE": 1}
+    text = _hopper.hopper_program(_PLANES_FILE, _hopper.ELEMENTS[dtype], (), constants)
+    return _hopper.HopperProgram("linear_planes", text, 32 * _PLANES_WARPS, 0, overlaps=True)
 
 
 @functools.cache
@@ -149,12 +165,50 @@ def _planes_kernel(device: int, *options: Any) -> Kernel:
     return _hopper.load(planes_program(*options), PLANES_ROW_KINDS, device)
 
 
+@functools.cache
+def _to_planes_kernel(device: int, *options: Any) -> Kernel:
+    return _hopper.load(to_planes_program(*options), TO_PLANES_KINDS, device)
+
+
+MOST_COLUMNS = 2**15
+"""Columns of x that planes.cu converts: a row is in the registers of a block."""
+
+FEW_COLUMNS = 2**12
+"""Up to this many, each block of a product converts x itself: that takes less time than another kernel."""
+
+
+def _converts(x: Tensor, norm: Tensor | None) -> bool:
+    """Return whether planes.cu converts rows x (M, K), to the same planes in each of its kernels."""
+    if x.dtype not in _hopper.ELEMENTS or not _hopper.is_hopper(x.device) or torch.version.hip is not None:
+        return False
+    K = x.shape[1]
+    return 0 < K <= MOST_COLUMNS and K % 16 == 0 and (norm is None or norm.dtype == x.dtype)
+
+
 def takes_planes_row(planes: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether launch_planes_row serves."""
     M, _, K = planes.shape
     if M != 1 or dtype not in _hopper.ELEMENTS or not _hopper.is_hopper(planes.device) or torch.version.hip is not None:
         return False
-    return K % 128 == 0 < K and not weight.data_ptr() % 16
+    return K % _columns_of(weight) == 0 < K and not weight.data_ptr() % 16
+
+
+def _columns_of(weight: Tensor) -> int:
+    """Return of how many columns the kernel takes a multiple: 16 bytes of a row, or a group of 4 bits."""
+    return 128 if weight.dtype == torch.uint8 else 16
+
+
+def takes_row(x: Tensor, norm: Tensor | None, weight: Tensor) -> bool:
+    """Return whether launch_row serves x (M, K)."""
+    M, K = x.shape
+    aligned = K % _columns_of(weight) == 0 and not weight.data_ptr() % 16
+    return M == 1 and K <= FEW_COLUMNS and aligned and _converts(x, norm)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor that begins on a 16-byte boundary."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def launch_planes_row(
@@ -162,18 +216,38 @@ def launch_planes_row(
     dtype: torch.dtype, gated: bool,
 ) -> Tensor:  # fmt: skip
     """Return y (1, N) of launch_planes, with the same bits; or of linear_int4's, whose weight is uint8."""
-    K, N, bits = planes.shape[2], weight.shape[0] // (2 if gated else 1), 8 if weight.dtype == torch.int8 else 4
-    y = torch.empty(1, N, dtype=dtype, device=planes.device)
+    return _launch_row(planes, units, weight, scale, bias, residual, dtype, gated)
+
+
+def launch_row(
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    residual: Tensor | None, gated: bool,
+) -> Tensor:  # fmt: skip
+    """Return launch_planes_row's y of to_planes(x, norm, eps), by one kernel, for x (1, K) that takes_row."""
+    x = _aligned(x)
+    gain = x if norm is None else _aligned(norm)
+    return _launch_row(x, gain, weight, scale, bias, residual, x.dtype, gated, eps, norm is not None)
+
+
+def _launch_row(
+    x: Tensor, units: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None,
+    dtype: torch.dtype, gated: bool, eps: float = 0.0, norm: bool = False,
+) -> Tensor:  # fmt: skip
+    """Launch the kernel for planes (1, 3, K) and their unit, or for x (1, K) and the norm's gain."""
+    K, N, bits = x.shape[-1], weight.shape[0] // (2 if gated else 1), 8 if weight.dtype == torch.int8 else 4
+    y = torch.empty(1, N, dtype=dtype, device=x.device)
     if not N:
         return y
     fours, of_four = ceil_div(N, 2 if gated else 4), 48 if bits == 8 else 16 * (K // 128 + 1)
-    own = ceil_div(fours, _PLANES_BLOCKS[bits] * multiprocessors(planes.device))
-    own = min(own, (_MOST_SHARED - 3 * K) // of_four)
-    shared = ceil_div(3 * K + own * of_four, _SHARED_STEP) * _SHARED_STEP
-    device, bias_bytes = planes.get_device(), 0 if bias is None else bias.element_size()
-    kernel = _planes_kernel(device, bits, dtype, gated, residual is not None, bias_bytes, shared)
+    own = ceil_div(fours, _PLANES_BLOCKS[bits] * multiprocessors(x.device))
+    before = 3 * K + 4 * (_PLANES_WARPS + ceil_div(K, 256))
+    own = min(own, (_MOST_SHARED - before) // of_four)
+    shared = ceil_div(before + own * of_four, _SHARED_STEP) * _SHARED_STEP
+    device, bias_bytes = x.get_device(), 0 if bias is None else bias.element_size()
+    columns = K if x.dim() == 2 else 0
+    kernel = _planes_kernel(device, bits, dtype, gated, residual is not None, bias_bytes, shared, columns, norm)
     others = (y if each is None else each.contiguous() for each in (bias, residual))
-    args = (planes, units, weight.contiguous(), scale.float().contiguous(), *others, y, N, K, own)
+    args = (x, units, weight.contiguous(), scale.float().contiguous(), *others, y, N, K, own, eps)
     with torch.cuda.device(device):
         stream = torch._C._cuda_getCurrentRawStream(device)
         kernel.handle.start((ceil_div(fours, own),), (32 * _PLANES_WARPS,), args, stream)
@@ -396,7 +470,14 @@ def to_planes(x: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tenso
     planes = torch.empty(M, 3, K, dtype=torch.int8, device=x.device)
     units = torch.empty(M, dtype=torch.float32, device=x.device)
     block = next_power_of_2(K)
-    if M:
+    if M and _converts(x, norm):
+        x, device = _aligned(x), x.get_device()
+        gain = x if norm is None else _aligned(norm)
+        kernel = _to_planes_kernel(device, x.dtype, K, norm is not None)
+        with torch.cuda.device(device):
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            kernel.handle.start((M,), (32 * _PLANES_WARPS,), (x, gain, planes, units, eps), stream)
+    elif M:
         TO_PLANES.launch(
             (M,),
             (x, norm, planes, units, K, eps),
