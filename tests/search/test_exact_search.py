@@ -427,9 +427,10 @@ def test_a_gpu_has_the_bits_of_the_cpu(metric, of_queries, of_data):
         for arguments, moved in compare_kernels(metric, of_queries, of_data, "cuda", rows, d):
             wanted = exact(*arguments)
             queries, x, filter_ = moved
-            found = exact(queries, x, 7, metric, filter_)
-            assert torch.equal(found.ids.cpu(), wanted.ids)
-            assert torch.equal(found.scores.cpu(), wanted.scores)
+            for found in (exact(queries, x, 7, metric, filter_) for _ in range(3)):  # the last by known launches
+                assert torch.equal(found.ids.cpu(), wanted.ids)
+                assert torch.equal(found.scores.cpu(), wanted.scores)
+                assert torch.equal(found.counts.cpu(), wanted.counts)
             streamed = exact(queries, arguments[1], 7, metric, arguments[4])  # rows in the host's memory
             assert torch.equal(streamed.ids.cpu(), wanted.ids)
 
@@ -480,17 +481,18 @@ import torch
 from accelerant.search import blocks
 types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
 pointers = {"at": "i64", "norms": "fp32", "seen": "i1", "maxima": "fp32", "largest": "i32", "state": "i32",
+            "count": "i32", "told": "i32",
             "cut": "fp32", "chosen": "i32", "keys": "i64", "scores": "fp32", "ids": "i64", "counts": "i64"}
 pointers["copy"] = "bf16"
 rest = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(
     ("share", "tiny", "least_norm"), "fp32"
 )
-integers = ("Q", "N", "D", "K", "CHOSEN", "KEYS", "q_row", "x_row", "seen_row", "blocks", "first")
+integers = ("Q", "N", "D", "K", "ROOM", "CHOSEN", "KEYS", "q_row", "x_row", "seen_row", "blocks", "first")
 fixed = {"ROWS": 24, "LANES": 32, "PARTS": 16, "CHUNK": 64, "BLOCK_D": 128, "SETS": 8}
 fixed |= {"ROUNDED": True, "EVEN": True, "WORDS": False}
 cases = [("maxima", dtype, "ip") for dtype in types if dtype != torch.float16] + [("maxima_one", torch.bfloat16, "ip")]
 cases += [(name, torch.float32, "cosine") for name in ("norms", "choose", "score", "finish")]
-cases += [("best", torch.float32, "l2")]
+cases += [(name, torch.float32, "l2") for name in ("best", "compact")]
 count = 0
 for target, shared in (("sm_75", 0), ("sm_80", 166912), ("sm_90", 232448), ("gfx942", 65536)):
     for name, dtype, metric in cases:
@@ -504,8 +506,9 @@ for target, shared in (("sm_75", 0), ("sm_80", 166912), ("sm_90", 232448), ("gfx
         kernel = blocks.KERNELS[name]
         constants = {each: value for each, value in constants.items() if each in kernel.argument_names()}
         both = dtype == torch.bfloat16 and name == "maxima"
-        for absent in (("at_ptr", "seen_ptr", "norms_ptr"), ("largest_ptr",))[: 1 + both]:
-            none = {each: None for each in absent if each in kernel.argument_names() and name != "norms"}
+        for absent in (("at_ptr", "count_ptr", "seen_ptr", "norms_ptr"), ("largest_ptr",))[: 1 + both]:
+            none = {each: None for each in absent if each in kernel.argument_names()}
+            none = {} if name in ("norms", "compact") else none
             names = [each for each in kernel.argument_names() if each not in constants and each not in none]
             kinds = {each: given[each] for each in names}
             source = kernel.source(kinds, constants | none, num_warps=warps, num_stages=stages)
@@ -532,7 +535,7 @@ def test_the_kernels_compile_for_each_target():
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "40", done.stderr[-3000:]
+    assert done.stdout.strip() == "44", done.stderr[-3000:]
 
 
 def test_ranges_of_ids_reach_the_ends_of_int64():

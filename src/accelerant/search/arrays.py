@@ -115,27 +115,41 @@ def vectors(x: Any, name: str) -> Tensor:
     return found if found.stride(1) == 1 or found.shape[0] == 0 else found.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
 class Selection:
     """Rows of a collection that a filter leaves.
 
     Attributes:
         rows: sorted row numbers, a range of them, or None for all.
+        marks: (N,) bool, the same rows, where a mask says so; their numbers are found when they are needed.
         each: (Q, N) bool, the rows that each query may see, or None for all in `rows`.
     """
 
-    rows: Tensor | range | None = None
-    each: Tensor | None = None
+    __slots__ = ("_rows", "each", "marks")
 
-    def part(self, start: int, stop: int) -> Selection:
-        """Return the selection in the rows from start to stop, counted from start."""
-        rows: Tensor | range | None = self.rows
+    def __init__(
+        self, rows: Tensor | range | None = None, each: Tensor | None = None, marks: Tensor | None = None
+    ) -> None:
+        self._rows, self.each, self.marks = rows, each, marks
+
+    @property
+    def rows(self) -> Tensor | range | None:
+        """See the class; of a mask on a GPU the host waits for them."""
+        if self._rows is None and self.marks is not None:
+            self._rows = self.marks.nonzero().squeeze(1)
+        return self._rows
+
+    def part(self, start: int, stop: int, device: torch.device) -> Selection:
+        """Return the selection in the rows from start to stop on a device, counted from start."""
+        rows, marks = self._rows, self.marks
+        each = None if self.each is None else self.each[:, start:stop]
+        if marks is not None:
+            return Selection(None, each, marks[start:stop].to(device))
         if isinstance(rows, range):
             rows = range(max(rows.start - start, 0), max(min(rows.stop, stop) - start, 0))
         elif rows is not None:
             first, end = torch.searchsorted(rows, torch.tensor([start, stop], device=rows.device)).tolist()
             rows = rows[first:end] - start
-        return Selection(rows, None if self.each is None else self.each[:, start:stop])
+        return Selection(rows, each)
 
 
 def _parsed(mask: Any, count: int | None) -> range | Tensor:
@@ -188,12 +202,12 @@ def selection(
         if given.shape not in ((count,), (queries, count)):
             raise ShapeError(f"a mask must be ({count},) or ({queries}, {count}), got {tuple(given.shape)}")
         if given.dim() == 1:
-            return Selection(given.nonzero().squeeze(1))
+            return Selection(marks=given)
         return Selection(given.any(0).nonzero().squeeze(1), given)
     if ids is not None:
-        return Selection(torch.isin(ids, given.to(ids.device)).nonzero().squeeze(1))
-    marked = torch.zeros(count + 2, dtype=torch.bool, device=given.device)  # the ends are those of no row
-    return Selection(marked.index_fill_(0, given.clamp(-1, count) + 1, True)[1:-1].nonzero().squeeze(1))
+        return Selection(marks=torch.isin(ids, given.to(ids.device)))
+    marked = torch.zeros(count + 1, dtype=torch.bool, device=given.device)  # the last is that of no row
+    return Selection(marks=marked.index_fill_(0, given.clamp(-1, count) % (count + 1), True)[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +321,8 @@ def _of_range(wanted: range, count: int, ids: Tensor | None) -> Selection:
         return Selection(range(start, max(kept.stop, start)) if kept else range(0))
     if not kept[8:]:  # steps that int64 does not hold among them
         listed = torch.tensor(list(kept), dtype=torch.int64, device="cpu")
-        return Selection(listed if ids is None else torch.isin(ids, listed.to(ids.device)).nonzero().squeeze(1))
+        return Selection(listed) if ids is None else Selection(marks=torch.isin(ids, listed.to(ids.device)))
     if ids is None:
         return Selection(torch.arange(kept.start, kept.stop, kept.step, device="cpu"))
     inside = (ids >= kept[0]) & (ids <= kept[-1]) & (ids % kept.step == kept[0] % kept.step)  # differences may overflow
-    return Selection(inside.nonzero().squeeze(1))
+    return Selection(marks=inside)

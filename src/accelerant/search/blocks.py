@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 import threading
@@ -26,8 +27,8 @@ KERNELS = {
         "accelerant.search.triton_kernels", f"search_{name}", widths=widths, contracts=name not in ("score", "finish")
     )
     for name, widths in {
-        "norms": (6, 7), "maxima": (9, 10, 11, 12), "maxima_one": (8, 9), "choose": (7, 8),
-        "score": (10, 11, 12, 13), "best": (), "finish": (12, 13),
+        "norms": (7, 8), "maxima": (10, 11, 12, 13), "maxima_one": (9, 10), "choose": (7, 8),
+        "score": (11, 12, 13, 14), "best": (), "finish": (14, 15), "compact": (),
     }.items()
 }  # fmt: skip
 
@@ -54,6 +55,9 @@ _FEW = 4096, 16
 
 _ALONE, _PARTS = 2048, 128
 """Near rows of a single query up to which one kernel does all that follows the maxima, and its programs."""
+
+_MARKS = 4096
+"""Elements of a mask of which a program finds the rows."""
 
 _SMALL = 1 << 17
 """Rows up to which blocks have 8 of them: those that are chosen are scored in less time, and there are few."""
@@ -100,13 +104,18 @@ def _shared_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows on the device: of x those at `at`, or all; their numbers are names[row], or row + names."""
+    """Rows on the device: of x those at `at`, those of a mask, or all; their numbers are names[row], or row + names.
+
+    `room`: the bound of the number of rows that the mask selects, which the kernels count.
+    """
 
     x: Tensor
     at: Tensor | None
     seen: Tensor | None
     known: Known | None
     names: Tensor | int
+    marks: Tensor | None = None
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +142,36 @@ class Known(NamedTuple):
         return cls(norms, torch.stack([square, square * 2.0**-16]).view(torch.int32))
 
 
+class Space(NamedTuple):
+    """Memory for the kernels of one search: `work` begins with their state, `told` is that on the host.
+
+    `free`: where the memory waits for the next search, with zeros as its state.
+    """
+
+    work: Tensor
+    told: Tensor
+    free: list[Space] | None
+
+
 class Answers(NamedTuple):
     """Results of the kernels, right if the state says so, which is on the host once their stream is done.
 
-    `room`: number of near rows of a query that fit.
+    `room`: number of near rows of a query that fit; `marked`: number of rows of a mask that fit, 0 without.
     """
 
     room: int
+    marked: int
     scores: Tensor
     rows: Tensor
     counts: Tensor
-    state: Tensor
+    space: Space
 
 
-Launched = tuple[int, Tensor | int, Answers]
-"""The first query of a tile, the names of a piece's rows, and what the kernels write."""
+Launched = tuple[int, Piece, Answers]
+"""The first query of a tile, a piece, and what the kernels write."""
+
+_rooms: hopper.LaunchCache[int] = hopper.LaunchCache(1024)
+"""Rows that masks of so many rows, on a device, selected lately, rounded up to a power of two."""
 
 
 def start(
@@ -158,7 +182,7 @@ def start(
     step = max(_ELEMENTS // max(len(x) // 24, 4 * capacity), 1)
     tiles = [slice(at, at + step) for at in range(0, len(q), step)]
     return [
-        (tile.start, piece.names, _launched(q[tile], piece, tile, k, metric, capacity))
+        (tile.start, piece, _launched(q[tile], piece, tile, k, metric, capacity))
         for piece in _pieces(x, chosen, known, q.device)
         for tile in tiles
     ]
@@ -173,7 +197,7 @@ def top(
     finite or squares beyond float32, and where too many rows are as near as the k-th.
     """
     capacity = _capacity(k)
-    for _ in range(2):
+    for _ in range(3):
         _wait(q.device)
         found = [_found(*each, k, capacity) for each in launched]
         if -1 in (few := [each for each in found if isinstance(each, int)]):
@@ -181,7 +205,7 @@ def top(
         if not few:
             return [each for each in found if isinstance(each, Found)]
         capacity = next_power_of_2(max(few))
-        if max(few) > _LARGEST_CAPACITY:
+        if capacity > _LARGEST_CAPACITY:
             break
         launched = start(q, x, k, metric, chosen, known, capacity)
     return None
@@ -191,25 +215,44 @@ def _capacity(k: int) -> int:
     return max(32, 4 * next_power_of_2(k))
 
 
-def plan_of(q: Any, x: Any, k: Any, metric: Any) -> Plan | None:
-    """Return the launches of a search of all rows that `top` made before, of arrays of any kind; None without."""
+class Quick(NamedTuple):
+    """A search of arrays of one GPU, of which the launches are known."""
+
+    plan: Plan
+    x: Tensor
+    piece: Piece
+
+
+def quick(q: Any, x: Any, k: Any, metric: Any, mask: Any) -> Quick | None:
+    """Return a search of arrays of any kind that `top` made before; None without."""
     if type(k) is not int or type(metric) is not str:
         return None
-    for each in (q, x):
-        if not isinstance(each, Tensor) or not each.is_cuda or each.dim() != 2:
+    for each in (q, x) if mask is None or type(mask) is range else (q, x, mask):
+        if not isinstance(each, Tensor) or not each.is_cuda or each.layout is not torch.strided or each.is_neg():
             return None
-        if each.layout is not torch.strided or each.is_neg():
+    if q.dim() != 2 or x.dim() != 2:
+        return None
+    first, room = 0, 0
+    if type(mask) is range:
+        if mask.step != 1 or not 0 <= mask.start < mask.stop <= len(x):
             return None
-    return _plans.get(_key(q, x, None, None, None, k, metric, _capacity(k), 0))
+        first, x, mask = mask.start, x[mask.start : mask.stop], None
+    elif mask is not None:
+        known = _rooms.get((mask.shape[0] if mask.dim() else 0, mask.device)) if mask.dtype == torch.bool else None
+        if known is None or mask.shape != x.shape[:1] or mask.device != x.device or not mask.is_contiguous():
+            return None
+        room = known
+    plan = _plans.get(_key(q, x, None, None, None, mask, room, k, metric, _capacity(k), first))
+    return None if plan is None else Quick(plan, x, Piece(x, None, None, None, first, mask, room))
 
 
-def again(plan: Plan, q: Tensor, x: Tensor, k: int) -> Found | None:
+def again(case: Quick, q: Tensor, k: int) -> Found | None:
     """Return the answers by launches that are known, None where they do not find them."""
-    answers = _replayed(plan, q, (q, x, None, None, None, None))
+    answers = _replayed(case.plan, q, (q, case.x, None, None, None, None, case.piece.marks))
     if answers is None:
         return None
     _wait(q.device)
-    found = _found(0, 0, answers, k, _capacity(k))
+    found = _found(0, case.piece, answers, k, _capacity(k))
     return found if isinstance(found, Found) else None
 
 
@@ -218,24 +261,45 @@ def _wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _found(first: int, names: Tensor | int, answers: Answers, k: int, capacity: int) -> Found | int:
+def _found(first: int, piece: Piece, answers: Answers, k: int, capacity: int) -> Found | int:
     """Return answers, or the capacity that they need, or -1 where others have to find them."""
-    room, scores, rows, counts, state = answers
-    chosen, near = state.numpy()[:-3].reshape(2, -1)
-    if chosen.min() < 0:
+    room, marked, scores, rows, counts, (_, told, free) = answers
+    if len(told) == 6:  # in less time than by arrays
+        most, near, *_, selected = told.tolist()
+        least, width, tied = most, near & (_TIED - 1), near >= _TIED
+    else:
+        state = told.numpy()
+        chosen, counted = state[:-4].reshape(2, -1)
+        least, most, selected = int(chosen.min()), int(chosen.max()), int(state[-1])
+        width, tied = int((counted & (_TIED - 1)).max()), bool((counted >= _TIED).any())
+    if free is not None:
+        free.append(answers.space)
+    if piece.marks is not None:
+        count = next_power_of_2(max(selected, 1))
+        fits = count <= marked
+        if not fits or marked > 8 * count:  # fewer do no harm
+            _rooms.keep((len(piece.marks), piece.marks.device), marked // 2 if fits else count)
+        if not fits:
+            return capacity
+    if least < 0:
         return -1
-    most, width = int(chosen.max()), int((near & (_TIED - 1)).max())
     if most > capacity or width > room:
-        return max(most, width)
-    if isinstance(names, Tensor):
-        rows = names[rows.clamp(min=0)].masked_fill_(rows < 0, -1)
+        return int(max(most, width))
+    if isinstance(piece.names, Tensor):
+        rows = piece.names[rows.clamp(min=0)].masked_fill_(rows < 0, -1)
     if width < k:
         scores, rows = scores[:, :width], rows[:, :width]
-    return Found(first, scores, rows, counts, bool((near >= _TIED).any()))
+    return Found(first, scores, rows, counts, tied)
 
 
 def _pieces(x: Tensor, chosen: Selection, known: Known | None, device: torch.device) -> Iterator[Piece]:
     """Yield the chosen rows: all at once if x is on the device, or else copied in chunks."""
+    if (marks := chosen.marks) is not None and x.device == marks.device == device and len(x):
+        if (room := _rooms.get((len(marks), device))) is None:
+            room = next_power_of_2(max(int(marks.count_nonzero()), 1))
+            _rooms.keep((len(marks), device), room)
+        yield Piece(x, None, None, known, 0, marks.contiguous(), room)
+        return
     rows, seen = chosen.rows, chosen.each
     first = 0
     if isinstance(rows, range):
@@ -268,12 +332,15 @@ class Plan:
     `fixed`: the addresses, if some of the launches have them within their arguments.
     """
 
+    work: tuple[_Shape, ...]
+    out: tuple[_Shape, ...]
     work_bytes: int
     out_bytes: int
-    out: tuple[_Shape, ...]
     room: int
+    marked: int
     launches: list[tuple[Any, list[tuple[int, int]]]]
     fixed: list[int] | None
+    free: list[Space] | None
 
 
 _plans: hopper.LaunchCache[Plan] = hopper.LaunchCache(256)
@@ -293,11 +360,25 @@ def _cut(memory: Tensor, arrays: Sequence[_Shape]) -> list[Any]:
     return found
 
 
-def _read(state: Tensor) -> Tensor:
-    """Return a copy on the host, there as soon as its stream is done."""
+def _space(size: int, state: int, device: torch.device, free: list[Space] | None) -> Space:
+    """Return memory of so many bytes, with zeros as the state of so many numbers; `free` as of a Space."""
+    if free is None:
+        work = torch.empty(size, dtype=torch.uint8, device=device)
+        return Space(work, work[: 4 * state].zero_().view(torch.int32), None)
+    try:
+        return free.pop()
+    except IndexError:
+        told = torch.zeros(state, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        return Space(torch.zeros(size, dtype=torch.uint8, device=device), told, free)
+
+
+def _told(space: Space) -> Space:
+    """Return memory whose state is on the host as soon as its stream is done."""
+    state = space.told
     if not state.is_cuda:
-        return state
-    return torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=True).copy_(state, non_blocking=True)
+        return space
+    copy = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=True)
+    return space._replace(told=copy.copy_(state, non_blocking=True))
 
 
 def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacity: int) -> Answers:
@@ -306,117 +387,130 @@ def _launched(q: Tensor, piece: Piece, tile: slice, k: int, metric: str, capacit
     seen = None if piece.seen is None else piece.seen[tile] if len(piece.seen) > 1 else piece.seen
     first = 0 if isinstance(piece.names, Tensor) else piece.names
     known, bound = (None, None) if piece.known is None else piece.known
-    key = _key(q, x, at, seen, known, k, metric, capacity, first)
+    key = _key(q, x, at, seen, known, piece.marks, piece.room, k, metric, capacity, first)
     plan = _plans.get(key)
-    replayed = None if plan is None else _replayed(plan, q, (q, x, at, seen, known, bound))
+    replayed = None if plan is None else _replayed(plan, q, (q, x, at, seen, known, bound, piece.marks))
     if replayed is not None:
         return replayed
 
-    (Q, D), N = q.shape, len(x) if at is None else len(at)
+    (Q, D), N = q.shape, piece.room or (len(x) if at is None else len(at))
     kind = kind_of(q.dtype, x.dtype)
     words = kind == "int8" and Q == 1 and _has_words(q, x)
     one = Q == 1 and (kind != "int8" or words)  # single conversions of int8 take longer than reading it
     rounded = kind == "bfloat16" and not one
     factor = q.bfloat16() if rounded and not interpreting() else q
-    on_hopper = at is None and seen is None and N > _HOPPER_ROWS and _suits_hopper(factor, x)
+    on_hopper = at is seen is piece.marks is None and N > _HOPPER_ROWS and _suits_hopper(factor, x)
     sets = 1 if one else 4 * _SETS if N <= _SMALL and not on_hopper else _SETS
     height = _ROWS if one else (_HOPPER_WIDTH if on_hopper else 8 * _ROWS) // sets
     blocks = ceil_div(N, sets * height) * sets
     room = N if blocks <= k else min(N, capacity)
-    shapes: list[_Shape] = [
-        (torch.float32, Q, blocks), (torch.int64, Q, room), (torch.int32, Q, capacity), (torch.float32, Q),
-        (torch.float32, 0 if metric == "ip" or known is not None or one else len(x)),
-    ]  # fmt: skip
-    of_out = ((torch.float32, Q, k), (torch.int64, Q, k), (torch.int64, Q), (torch.int32, 2 * Q + 3))
-    work = torch.empty(_size_bytes(shapes), dtype=torch.uint8, device=device)
-    out = torch.zeros(_size_bytes(of_out), dtype=torch.uint8, device=device)
-    maxima, keys, chosen, cut, norms = _cut(work, shapes)
-    answers = Answers(room, *_cut(out, of_out))
-    state, largest = answers.state, answers.state[2 * Q : 2 * Q + 2]
+    shapes: tuple[_Shape, ...] = (
+        (torch.int32, 2 * Q + 4), (torch.float32, Q, blocks), (torch.int64, Q, room), (torch.int32, Q, capacity),
+        (torch.float32, Q), (torch.float32, 0 if metric == "ip" or known is not None or one else len(x)),
+        (torch.int64, piece.room),
+    )  # fmt: skip
+    of_out = ((torch.float32, Q, k), (torch.int64, Q, k), (torch.int64, Q))
+    alone = one and capacity <= _ALONE
+    free: list[Space] | None = [] if alone else None
+    space = _space(_size_bytes(shapes), 2 * Q + 4, device, free)
+    out = torch.empty(_size_bytes(of_out), dtype=torch.uint8, device=device)
+    state, maxima, keys, chosen, cut, norms, rows = _cut(space.work, shapes)
+    scores, ids, counts = _cut(out, of_out)
+    answers = Answers(room, piece.room, scores, ids, counts, space)
+    largest, count = state[2 * Q : 2 * Q + 2], None
     thread = threading.get_ident()
     recorded = recorders[thread] = []
     try:
+        if piece.marks is not None:
+            at, count = rows, state[2 * Q + 3 :]
+            KERNELS["compact"].launch(
+                (ceil_div(len(x), _MARKS),), (piece.marks, at, count, len(x), N), {"WIDTH": _MARKS}, num_warps=8
+            )
+            piece = dataclasses.replace(piece, at=at)
         if on_hopper:
             _maxima_hopper(factor, x, known, norms, maxima, largest, metric)
         else:
-            _maxima(factor, piece, norms, seen, maxima, largest, metric, N, one=one, words=words, sets=sets)
+            _maxima(factor, piece, count, norms, seen, maxima, largest, metric, N, one=one, words=words, sets=sets)
         tiny = (D * 1e-38) ** 0.5  # squares below float32's range
         whole = kind == "int8" and metric == "ip"
         share = 4 * _UNIT if whole else (D + 16) * 8 * _UNIT  # tensor cores truncate sums
         bounds = share, tiny, 128.0 * D**0.5 if whole else tiny
         found = largest if bound is None else bound
-        if one and capacity <= _ALONE:
+        if alone:
             chunk = min(max(next_power_of_2(ceil_div(blocks, _PARTS)), 16), 256)
             parts = min(next_power_of_2(ceil_div(blocks, chunk)), _PARTS)  # each number compiles a kernel
             KERNELS["finish"].launch(
-                (parts,), (q, x, at, seen, maxima, state, found, keys, *answers[1:4], N, D, x.stride(0), blocks, room,
-                k, first, *bounds), {"METRIC": metric, "ROWS": height, "WIDTH": _FEW[0], "CHUNK": chunk,
-                "PARTS": parts}, num_warps=_FEW[1],
+                (parts,), (q, x, at, count, seen, maxima, state, space.told, found, keys, *answers[2:5], N, D,
+                x.stride(0), blocks, room, k, first, *bounds), {"METRIC": metric, "ROWS": height, "WIDTH": _FEW[0],
+                "CHUNK": chunk, "PARTS": parts}, num_warps=_FEW[1],
             )  # fmt: skip
         else:
-            _decide(q, piece, seen, answers, (maxima, keys, chosen, cut), found, bounds, k, metric, sets, height,
-                    rounded=rounded)  # fmt: skip
+            _decide(q, piece, count, seen, answers, (state, maxima, keys, chosen, cut), found, bounds, k, metric, sets,
+                    height, rounded=rounded)  # fmt: skip
     finally:
         del recorders[thread]
     if recorded and not rounded:  # by own kernels alone, on these arrays
-        owners = (q, x, at, seen, known, bound, work, out)
-        launches = [(kernel, [_place(each, owners) for each in used]) for kernel, used in recorded]
+        owners = (q, x, piece.at if count is None else None, seen, known, bound, piece.marks, space.work, out)
+        told = (space.told,) if alone else ()
+        launches = [(kernel, [_place(each, (*owners, *told)) for each in used]) for kernel, used in recorded]
         fixed = [0 if each is None else each.data_ptr() for each in owners] if on_hopper else None
-        _plans.keep(key, Plan(len(work), len(out), of_out, room, launches, fixed))
-    return answers._replace(state=_read(state))
+        _plans.keep(key, Plan(shapes, of_out, len(space.work), len(out), room, piece.room, launches, fixed, free))
+    return answers if alone else answers._replace(space=_told(space))
 
 
 def _decide(
-    q: Tensor, piece: Piece, seen: Tensor | None, answers: Answers, work: Sequence[Tensor], largest: Tensor,
-    bounds: tuple[float, float, float], k: int, metric: str, sets: int, height: int, *, rounded: bool,
+    q: Tensor, piece: Piece, count: Tensor | None, seen: Tensor | None, answers: Answers, work: Sequence[Tensor],
+    largest: Tensor, bounds: tuple[float, float, float], k: int, metric: str, sets: int, height: int, *, rounded: bool,
 ) -> None:  # fmt: skip
     """Launch what follows the maxima: the choice of blocks, their scores, the best of these."""
-    (maxima, keys, chosen, cut), (Q, D), x, at = work, q.shape, piece.x, piece.at
+    (state, maxima, keys, chosen, cut), (Q, D), x, at = work, q.shape, piece.x, piece.at
     N, capacity, room, blocks = len(x) if at is None else len(at), chosen.shape[1], answers.room, maxima.shape[1]
     first = 0 if isinstance(piece.names, Tensor) else piece.names
     width, warps = _FEW if Q <= 64 else (1024, 4)
     KERNELS["choose"].launch(
-        (Q,), (q, maxima, answers.state, largest, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, *bounds),
+        (Q,), (q, maxima, state, largest, cut, chosen, Q, D, q.stride(0), blocks, k, capacity, *bounds),
         {"METRIC": metric, "ROUNDED": rounded, "WIDTH": width}, num_warps=warps,
     )  # fmt: skip
     parts = 16 if Q > 8 else capacity
     KERNELS["score"].launch(
-        (Q * parts,), (q, x, at, seen, answers.state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0), _step(seen),
-        capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": next_power_of_2(height),
+        (Q * parts,), (q, x, at, count, seen, state, cut, chosen, keys, Q, N, D, q.stride(0), x.stride(0),
+        _step(seen), capacity, room), {"METRIC": metric, "SETS": sets, "ROWS": height, "LANES": next_power_of_2(height),
         "PARTS": parts},
     )  # fmt: skip
     KERNELS["best"].launch(
-        (Q * ceil_div(max(room, k), 64),), (keys, answers.state, *answers[1:4], Q, room, k, first),
+        (Q * ceil_div(max(room, k), 64),), (keys, state, *answers[2:5], Q, room, k, first),
         {"METRIC": metric, "WIDTH": 64},
     )  # fmt: skip
 
 
 def _key(
-    q: Tensor, x: Tensor, at: Tensor | None, seen: Tensor | None, known: Tensor | None, k: int, metric: str,
-    capacity: int, first: int,
+    q: Tensor, x: Tensor, at: Tensor | None, seen: Tensor | None, known: Tensor | None, marks: Tensor | None,
+    room: int, k: int, metric: str, capacity: int, first: int,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return what the launches of a search depend on beside addresses, of which the alignment counts."""
     return (
-        q.shape, q.dtype, q.stride(), x.shape, x.dtype, x.stride(), None if at is None else at.shape, _step(seen),
+        q.shape, q.dtype, q.stride(), x.shape, x.dtype, x.stride(), None if at is None else at.shape, _step(seen), room,
         q.device, x.device, k, metric, capacity, first,
-        *(None if each is None else each.data_ptr() & 15 for each in (q, x, at, seen, known)),
+        *[None if each is None else each.data_ptr() & 15 for each in (q, x, at, seen, known, marks)],
     )  # fmt: skip
 
 
 def _replayed(plan: Plan, q: Tensor, arrays: Sequence[Tensor | None]) -> Answers | None:
     """Launch what is known; None if the launches are of other addresses."""
-    work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=q.device)
-    out = torch.zeros(plan.out_bytes, dtype=torch.uint8, device=q.device)
-    bases = [0 if each is None else each.data_ptr() for each in (*arrays, work, out)]
+    space = _space(plan.work_bytes, plan.work[0][1], q.device, plan.free)
+    out = torch.empty(plan.out_bytes, dtype=torch.uint8, device=q.device)
+    bases = [0 if each is None else each.data_ptr() for each in (*arrays, space.work, out)]
     if plan.fixed is not None and plan.fixed != bases:
         return None
+    bases.append(space.told.data_ptr())
     for launch, places in plan.launches:
         if places:
             launch.start([bases[base] + offset for base, offset in places])
         else:
             launch.start()
-    answers = Answers(plan.room, *_cut(out, plan.out))
-    return answers._replace(state=_read(answers.state))
+    space = space if plan.free is not None else _told(space)
+    scores, rows, counts = _cut(out, plan.out)
+    return Answers(plan.room, plan.marked, scores, rows, counts, space)
 
 
 def _place(pointer: int, owners: Sequence[Tensor | None]) -> tuple[int, int]:
@@ -436,28 +530,29 @@ def _has_words(q: Tensor, x: Tensor) -> bool:
 
 
 def _measured(
-    x: Tensor, at: Tensor | None, norms: Tensor | None, copy: Tensor | None, largest: Tensor, metric: str, N: int
-) -> None:
-    args = (x, at, norms, copy, largest, N, x.shape[1], x.stride(0))
+    x: Tensor, at: Tensor | None, count: Tensor | None, norms: Tensor | None, copy: Tensor | None, largest: Tensor,
+    metric: str, N: int,
+) -> None:  # fmt: skip
+    args = (x, at, count, norms, copy, largest, N, x.shape[1], x.stride(0))
     KERNELS["norms"].launch((ceil_div(N, _ROWS),), args, {"METRIC": metric, "ROWS": _ROWS, "BLOCK_D": 128})
 
 
 def _maxima(
-    q: Tensor, piece: Piece, norms: Tensor, seen: Tensor | None, maxima: Tensor, largest: Tensor, metric: str, N: int,
-    *, one: bool, words: bool, sets: int,
+    q: Tensor, piece: Piece, count: Tensor | None, norms: Tensor, seen: Tensor | None, maxima: Tensor, largest: Tensor,
+    metric: str, N: int, *, one: bool, words: bool, sets: int,
 ) -> None:  # fmt: skip
     """Write the largest quick score of each block of rows, and the squares of the largest norms if not known."""
     x, at, (Q, D) = piece.x, piece.at, q.shape
     known = None if piece.known is None else piece.known.norms
     whole = metric == "ip" and kind_of(q.dtype, x.dtype) == "int8"
     if known is None and metric != "ip" and not one:
-        _measured(x, at, norms, None, largest, metric, N)
+        _measured(x, at, count, norms, None, largest, metric, N)
         known = norms
     unknown = None if whole or known is not None else largest  # the product finds it
     if one:
         q, x = (each.view(torch.int32) for each in (q, x)) if words else (q, x)
         KERNELS["maxima_one"].launch(
-            (maxima.shape[1],), (q, x, at, known, seen, maxima, unknown, N, x.shape[1], x.stride(0)),
+            (maxima.shape[1],), (q, x, at, count, known, seen, maxima, unknown, N, x.shape[1], x.stride(0)),
             {"METRIC": metric, "WORDS": words, "ROWS": _ROWS,
              "BLOCK_D": 64 if x.dtype in _HALVES and unknown is not None else 128},
         )  # fmt: skip
@@ -466,7 +561,8 @@ def _maxima(
     tiles = ceil_div(Q, int(constants["BLOCK_Q"])) * (maxima.shape[1] // sets)
     KERNELS["maxima"].launch(
         (tiles,),
-        (q, x, at, known, seen, maxima, unknown, Q, N, D, q.stride(0), x.stride(0), _step(seen), maxima.shape[1]),
+        (q, x, at, count, known, seen, maxima, unknown, Q, N, D, q.stride(0), x.stride(0), _step(seen),
+         maxima.shape[1]),
         {"METRIC": metric, "EVEN": D % int(constants["BLOCK_D"]) == 0, "SETS": sets, **constants},
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -517,7 +613,7 @@ def _maxima_hopper(
     norms = known if known is not None or metric == "ip" else room
     if x.dtype == torch.bfloat16:
         if known is None and metric != "ip":
-            _measured(x, None, norms, None, largest, metric, N)
+            _measured(x, None, None, norms, None, largest, metric, N)
         _product(q, x, norms, maxima, largest if norms is None else None, metric)
         return
     step = ceil_div(_COPIED // D, _HOPPER_WIDTH) * _HOPPER_WIDTH
@@ -525,7 +621,7 @@ def _maxima_hopper(
     for first in range(0, N, step):
         part = x[first : first + step]
         own = None if norms is None else norms[first : first + step]
-        _measured(part, None, own if known is None else None, copy, largest, metric, len(part))
+        _measured(part, None, None, own if known is None else None, copy, largest, metric, len(part))
         _product(q, copy[: len(part)], own, maxima[:, first // _HOPPER_WIDTH * _SETS :], None, metric)
 
 

@@ -101,10 +101,10 @@ def exact(
         UnsupportedDtype: a dtype not listed above.
         RangeError: NaN or infinity, whose row is named; norms above 1e19, whose squares float32 does not hold.
     """
-    if mask is None and ids is None and rerank is None and (plan := blocks.plan_of(queries, data, k, metric)):
-        case = len(queries), len(data), data.shape[1], data.dtype, metric, data.nbytes
-        with _recorded(True, queries.device, *case):
-            known = blocks.again(plan, queries, data, k)
+    if ids is None and rerank is None and (case := blocks.quick(queries, data, k, metric, mask)):
+        described = len(queries), len(data), data.shape[1], data.dtype, metric, data.nbytes
+        with _recorded(True, queries.device, *described):
+            known = blocks.again(case, queries, k)
         if known is not None:
             return Hits(known.scores, known.rows, known.counts)
     back = as_given(queries)
@@ -177,7 +177,9 @@ def search(
             return scanned
         starts = [0, *accumulate(map(len, parts))]
         nears = [q.to(part.device) if part.device.type != "cpu" else q for part in parts]
-        somes = [chosen] if len(parts) == 1 else [chosen.part(*ends) for ends in pairwise(starts)]
+        somes = [chosen]
+        if len(parts) > 1:
+            somes = [chosen.part(*ends, x.device) for ends, x in zip(pairwise(starts), parts, strict=True)]
         given = list(zip(nears, parts, somes, strict=True))
         begun = [blocks.start(*each[:2], wanted, metric, each[2], known) if serves else [] for each in given]
 

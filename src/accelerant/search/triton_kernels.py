@@ -9,10 +9,13 @@
     search_choose:  blocks with m[q, j] >= T - 2 e: T is the k-th largest of WIDTH maxima of m, e the bound of the error
     search_score:   the scores of the chosen blocks' rows: products and sums in float64, rounded once to float32
     search_best:    the k largest of a query, of equal ones the first rows
+    search_finish:  the last three for one query; the last program that is done ranks
+    search_compact: the rows that a mask selects, in any order, of which the host knows a bound of the number alone
 
 A score and its row are one integer: the score's order above, the row's complement below. Scores of all rows never exist
 in memory. No kernel waits for the host: `state` (int32) has, for Q queries, Q counts of chosen blocks (-1 where norms
-are not finite or too large), Q counts of answers, and the bits of the squares of the two largest norms.
+are not finite or too large), Q counts of answers, the bits of the squares of the two largest norms, programs that are
+done, and rows that a mask selects. Of one query the last program writes it to the host's memory, and leaves zeros.
 
 Source: Chern, Hechtman, Davis, Guo, Majnemer and Kumar 2022, "TPU-KNN: K nearest neighbor search at peak FLOP/s", for
         maxima of blocks as the first half of a top k.
@@ -78,14 +81,31 @@ def _of_order(order):
 
 
 @triton.jit
+def _chosen(at_ptr, count_ptr, place, N):
+    """Return the rows to read, some twice, and how many there are."""
+    if count_ptr is not None:
+        N = tl.minimum(tl.load(count_ptr), N)
+    rows = tl.maximum(tl.minimum(place, N - 1), 0)
+    if at_ptr is not None:
+        rows = tl.load(at_ptr + rows, mask=rows < N, other=0)
+    return rows, N
+
+
+@triton.jit
+def search_compact(seen_ptr, at_ptr, count_ptr, N, ROOM, WIDTH: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    seen = (tl.load(seen_ptr + place, mask=place < N, other=0).to(tl.int32) != 0).to(tl.int32)
+    to = tl.atomic_add(count_ptr, tl.sum(seen, 0)) + tl.cumsum(seen, 0) - 1
+    tl.store(at_ptr + to, place, mask=(seen != 0) & (to < ROOM))
+
+
+@triton.jit
 def search_norms(
-    x_ptr, at_ptr, norms_ptr, copy_ptr, largest_ptr, N, D, x_row,
+    x_ptr, at_ptr, count_ptr, norms_ptr, copy_ptr, largest_ptr, N, D, x_row,
     METRIC: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rows = tl.minimum(place, N - 1)
-    if at_ptr is not None:
-        rows = tl.load(at_ptr + rows)
+    rows, N = _chosen(at_ptr, count_ptr, place, N)
     width = tl.arange(0, BLOCK_D)
     sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
     losses = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -110,7 +130,8 @@ def search_norms(
 
 @triton.jit
 def search_maxima(
-    q_ptr, x_ptr, at_ptr, norms_ptr, seen_ptr, maxima_ptr, largest_ptr, Q, N, D, q_row, x_row, seen_row, blocks,
+    q_ptr, x_ptr, at_ptr, count_ptr, norms_ptr, seen_ptr, maxima_ptr, largest_ptr, Q, N, D, q_row, x_row, seen_row,
+    blocks,
     METRIC: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, SETS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -118,15 +139,14 @@ def search_maxima(
     queries = tl.program_id(0) % tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
     tile = tl.program_id(0) // tiles
     place = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(place, N - 1)
-    if at_ptr is not None:
-        rows = tl.load(at_ptr + rows)
+    rows, N = _chosen(at_ptr, count_ptr, place, N)
+    reach = D if count_ptr is None else tl.where(tile.to(tl.int64) * BLOCK_N < N, D, 0)
     some = tl.minimum(queries, Q - 1)
     width = tl.arange(0, BLOCK_D)
     q_at = q_ptr + some.to(tl.int64)[:, None] * q_row + width[None, :]
     x_at = x_ptr + rows[None, :] * x_row + width[:, None]
     products = tl.zeros([BLOCK_Q, BLOCK_N], tl.int32 if KIND == "int8" else tl.float32)
-    for start in range(0, D, BLOCK_D):
+    for start in range(0, reach, BLOCK_D):
         if EVEN:
             q = tl.load(q_at)
             x = tl.load(x_at)
@@ -158,7 +178,7 @@ def search_maxima(
             again = x_ptr + rows[:, None] * x_row + width[None, :]
             total = tl.zeros([BLOCK_N], tl.float32)
             losses = tl.zeros([BLOCK_N], tl.float32)
-            for start in range(0, D, BLOCK_D):
+            for start in range(0, reach, BLOCK_D):
                 squares, lost = _squares(tl.load(again, mask=(start + width < D)[None, :], other=0))
                 total += tl.sum(squares, 1)
                 losses += tl.sum(lost, 1)
@@ -175,19 +195,18 @@ def _four_products(x, y, sums):
 
 @triton.jit
 def search_maxima_one(
-    q_ptr, x_ptr, at_ptr, norms_ptr, seen_ptr, maxima_ptr, largest_ptr, N, D, x_row,
+    q_ptr, x_ptr, at_ptr, count_ptr, norms_ptr, seen_ptr, maxima_ptr, largest_ptr, N, D, x_row,
     METRIC: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     place = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rows = tl.minimum(place, N - 1)
-    if at_ptr is not None:
-        rows = tl.load(at_ptr + rows)
+    rows, N = _chosen(at_ptr, count_ptr, place, N)
     width = tl.arange(0, BLOCK_D)
     sums = tl.zeros([ROWS, BLOCK_D], tl.int32 if WORDS else tl.float32)
     squares = tl.zeros([ROWS, BLOCK_D], tl.int32 if WORDS else tl.float32)
     x_at = x_ptr + rows[:, None] * x_row + width[None, :]
-    for start in range(0, D, BLOCK_D):
+    reach = D if count_ptr is None else tl.where(block.to(tl.int64) * ROWS < N, D, 0)
+    for start in range(0, reach, BLOCK_D):
         inside = start + width < D
         q = tl.load(q_ptr + start + width, mask=inside, other=0)
         x = tl.load(x_at, mask=inside[None, :], other=0)
@@ -345,8 +364,9 @@ def _keep(keys_ptr, count_ptr, score, rows, near, KEYS):
 
 @triton.jit
 def search_score(
-    q_ptr, x_ptr, at_ptr, seen_ptr, state_ptr, cut_ptr, chosen_ptr, keys_ptr, Q, N, D, q_row, x_row, seen_row, CHOSEN,
-    KEYS, METRIC: tl.constexpr, SETS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    q_ptr, x_ptr, at_ptr, count_ptr, seen_ptr, state_ptr, cut_ptr, chosen_ptr, keys_ptr, Q, N, D, q_row, x_row,
+    seen_row, CHOSEN, KEYS,
+    METRIC: tl.constexpr, SETS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     query = (tl.program_id(0) // PARTS).to(tl.int64)
     count = tl.minimum(tl.load(state_ptr + query), CHOSEN)
@@ -355,10 +375,8 @@ def search_score(
     for item in range(tl.program_id(0) % PARTS, count, PARTS):
         block = tl.load(chosen_ptr + query * CHOSEN + item).to(tl.int64)
         place = block // SETS * (SETS * ROWS) + block % SETS + SETS * lanes
-        allowed = (lanes < ROWS) & (place < N)
-        rows = tl.minimum(place, N - 1)
-        if at_ptr is not None:
-            rows = tl.load(at_ptr + rows)
+        rows, count_of_rows = _chosen(at_ptr, count_ptr, place, N)
+        allowed = (lanes < ROWS) & (place < count_of_rows)
         if seen_ptr is not None:
             allowed = allowed & (tl.load(seen_ptr + query * seen_row + rows).to(tl.int32) != 0)
         score = _scored(q_ptr + query * q_row, x_ptr, rows, allowed, D, x_row, METRIC, LANES)
@@ -414,8 +432,8 @@ def search_best(
 
 @triton.jit
 def search_finish(
-    q_ptr, x_ptr, at_ptr, seen_ptr, maxima_ptr, state_ptr, largest_ptr, keys_ptr, scores_ptr, ids_ptr, counts_ptr, N, D,
-    x_row, blocks, KEYS, K, first, share, tiny, least_norm,
+    q_ptr, x_ptr, at_ptr, count_ptr, seen_ptr, maxima_ptr, state_ptr, told_ptr, largest_ptr, keys_ptr, scores_ptr,
+    ids_ptr, counts_ptr, N, D, x_row, blocks, KEYS, K, first, share, tiny, least_norm,
     METRIC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     limit, cut, usual = _limits(
@@ -431,10 +449,8 @@ def search_finish(
             item = tl.max(tl.where(near, lanes, -1), 0)
             near = near & (lanes != item)
             place = (start + item).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            allowed = place < N
-            rows = tl.minimum(place, N - 1)
-            if at_ptr is not None:
-                rows = tl.load(at_ptr + rows)
+            rows, count_of_rows = _chosen(at_ptr, count_ptr, place, N)
+            allowed = place < count_of_rows
             if seen_ptr is not None:
                 allowed = allowed & (tl.load(seen_ptr + rows).to(tl.int32) != 0)
             score = _scored(q_ptr, x_ptr, rows, allowed, D, x_row, METRIC, ROWS)
@@ -443,3 +459,9 @@ def search_finish(
     if tl.atomic_add(state_ptr + 4, 1) == PARTS - 1:
         for part in range(tl.cdiv(tl.maximum(KEYS, K), 64)):
             _rank(keys_ptr, state_ptr + 1, scores_ptr, ids_ptr, counts_ptr, part, KEYS, K, first, METRIC, 64)
+        tl.debug_barrier()
+        places = tl.arange(0, 8)
+        state = tl.load(state_ptr + places, mask=places < 6, other=0, volatile=True)
+        tl.debug_barrier()
+        tl.store(told_ptr + places, state, mask=places < 6)
+        tl.store(state_ptr + places, tl.zeros([8], tl.int32), mask=places < 6)
