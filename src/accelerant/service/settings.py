@@ -138,7 +138,7 @@ class ServiceSettings:
         for setting in fields(self):
             value = getattr(self, setting.name)
             least_is_0 = setting.name in ("port", "cache_tokens", "speculate")
-            if setting.type in ("int", "float") and not (value > 0 or (least_is_0 and value == 0)):
+            if setting.type in (int, float) and not (value > 0 or (least_is_0 and value == 0)):
                 raise ConfigError(f"setting {setting.name} must be above 0, got {value!r}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"setting port must be 0 to 65535, got {self.port}")
