@@ -104,11 +104,11 @@ def _array(path: str) -> npt.NDArray[np.generic]:
     file = Path(path).expanduser()
     os.close(open_regular(file))  # a pipe or a device would not end
     try:
-        found: Any = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise FormatError(f"{path} is no file of NumPy's: {error}") from None
-    if not isinstance(found, np.ndarray) or found.ndim != 2 or found.dtype.kind not in "fiu":
-        raise FormatError(f"{path} must be an array (n, d) of numbers, got {getattr(found, 'shape', type(found))}")
+        found = np.lib.format.open_memmap(file, mode="r")
+    except ValueError as error:
+        raise FormatError(f"{path} is no .npy file of NumPy's: {error}") from None
+    if found.ndim != 2 or found.dtype.kind not in "fiu":
+        raise FormatError(f"{path} must be an array (n, d) of numbers, got {found.dtype} of shape {found.shape}")
     return found
 
 
