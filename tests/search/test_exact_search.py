@@ -412,6 +412,11 @@ def test_the_kernels_take_empty_and_small_collections(interpreted):
     assert exact(x, x, 9).ids.tolist() == [[0, 1, 2], [1, 0, 2], [2, 0, 1]]
     assert exact(x, x, mask=[1]).ids.tolist() == [[1]] * 3
     assert exact(x, x, mask=torch.zeros(3, 3, dtype=torch.bool)).counts.tolist() == [0, 0, 0]
+    blocks._rooms.clear()
+    for mask in ([1, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]):  # of more rows than the kernels have room for, and of few
+        chosen = [row for row in range(3) if mask[row]]
+        wanted = [sorted(chosen, key=lambda row: (row != query, row)) for query in range(3)]
+        assert exact(x, x, 9, mask=torch.tensor(mask, dtype=torch.bool)).ids.tolist() == wanted
     for mask in (None, torch.eye(3, dtype=torch.bool), range(1, 3)):
         whole, shards = exact(x, x, 9, mask=mask), exact(x, [x[:1], x[:0], x[1:]], 9, mask=mask)
         for found, wanted in zip((*shards, shards.counts), (*whole, whole.counts), strict=True):
