@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -218,6 +219,29 @@ def test_the_largest_bucket_is_captured_first_and_all_share_its_memory():
     (line,) = graphs_of._lines.values()
     assert next(iter(line.graphs)) >= (40,)
     assert len({id(each.pool) for each in line.graphs.values()}) == 1
+
+
+def test_graphs_that_give_way_to_longer_ones_leave_their_memory_though_their_last_loss_is_kept():
+    other = patched(make("llama"))
+    graphs_of = other.__dict__["_accelerant_patch"].graphs
+    for batch in steps("llama", [20, 24, 20, 24, 11, 24, 20]):
+        loss = other(**batch).loss
+        loss.backward(retain_graph=True)
+        other.zero_grad()
+    (line,) = graphs_of._lines.values()
+    held = [weakref.ref(x) for each in line.graphs.values() for x in (*each.outputs, *each.out_grads) if x is not None]
+    assert len(held) > 1
+    for longer in steps("llama", [40, 40]):
+        other(**longer).loss.backward()
+    assert next(iter(line.graphs)) >= (40,)
+    assert {ref() for ref in held} == {None}
+    wanted, found = copy.deepcopy(other), other
+    acl.nn.unpatch(wanted)
+    for each, last in ((wanted, lambda: wanted(**batch).loss), (found, lambda: loss)):
+        each.zero_grad()
+        last().backward()  # once more
+    for one, two in zip(wanted.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_gradients_of_embeddings_have_the_callers_length():

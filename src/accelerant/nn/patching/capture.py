@@ -28,6 +28,7 @@ from accelerant.nn.patching.record import MARK, PARTS, Forward, has_hooks
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 _LARGEST_BYTES = 1 << 20  # of values that are kept on the device
+_LARGE_BYTES = 1 << 22  # of a gradient that is copied to shared memory as soon as it is computed
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
 _SELECTIONS = (torch.topk, Tensor.topk)
 _RESHAPES = (Tensor.reshape, Tensor.view, Tensor.flatten, torch.reshape, torch.flatten)
@@ -231,6 +232,11 @@ class Pool:
             flat = self._out_grads[place, out.dtype] = torch.zeros(out.numel(), dtype=out.dtype, device=out.device)
         return flat[: out.numel()].view(out.shape)
 
+    def clear(self) -> None:
+        """Forget all tensors, of graphs that are gone."""
+        for each in (self.grads, self._lent, self._out_grads):
+            each.clear()
+
     def is_busy(self) -> bool:
         """Return whether the backward pass of the last call is still to come, which needs the activations."""
         return not getattr(self.pending(), "done", True)
@@ -351,7 +357,8 @@ class _Replay(torch.autograd.Function):
             if not captured.parted:
                 ctx.again = None  # frees the arguments
         done, ctx.done = ctx.done, True
-        if torch.is_grad_enabled() or done or [param.data_ptr() for param in params] != captured.addresses:
+        again_only = torch.is_grad_enabled() or done or captured.released
+        if again_only or [param.data_ptr() for param in params] != captured.addresses:
             return None, None, *captured.run_again(again, grads)
         return None, None, *captured.backward(grads, ctx.lengths)
 
@@ -367,10 +374,12 @@ class Captured:
         self.last = self.held_bytes = 0
         self.pool, self.padding = pool, padding
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
+        self.released = False
         self.draws, self.written, self._work = draws, written, work
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
         self._graded = torch.is_grad_enabled()
         self._live: list[Tensor] = []
+        self.out_grads, self._grads = list[Tensor | None](), list[Tensor | None]()
         # Tensors made in inference mode could not be written to outside of it.
         with (
             torch.inference_mode(False), torch.set_grad_enabled(self._graded),
@@ -390,6 +399,13 @@ class Captured:
             if self._graded:
                 self._capture_backward(leaves)
         self._live, self._needed = [], []
+
+    def release(self) -> None:
+        """Give the graphs' memory back, though an output of a call may keep this object."""
+        self.released, self.forward_graph, self._backward_graph = True, Graph("released"), Graph("released")
+        for each in (self.outputs, self.out_grads, self._grads):
+            each.clear()
+        self.pool.clear()
 
     def _capture_backward(self, leaves: dict[nn.Parameter, nn.Parameter]) -> None:
         """Capture the backward pass of all outputs; note which parameters and outputs it joins."""
@@ -441,10 +457,20 @@ class Captured:
     def _run_backward(self) -> list[Tensor | None]:
         pairs = [(out, grad) for out, grad in zip(self._live, self.out_grads, strict=True) if grad is not None]
         outputs, out_grads = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, self._needed, out_grads, allow_unused=True)
+        # A large gradient leaves its own memory at once, which the next one takes; small ones share a launch.
+        hooks = [
+            x.register_hook(to.copy_) for x, to in zip(self._needed, self._shared, strict=True)
+            if to is not None and to.numel() * to.element_size() >= _LARGE_BYTES
+        ]  # fmt: skip
+        try:
+            found = torch.autograd.grad(outputs, self._needed, out_grads, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
         pairs = [
-            (to, grad) for to, grad in zip(self._shared, found, strict=True) if to is not None and grad is not None
-        ]
+            (to, grad) for to, grad in zip(self._shared, found, strict=True)
+            if to is not None and grad is not None and grad is not to
+        ]  # fmt: skip
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [grad for _, grad in pairs])
         # Laid out as its parameter, a gradient becomes .grad without a copy. A view's base would hold its memory too.

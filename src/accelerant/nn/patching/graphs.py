@@ -179,6 +179,12 @@ class _Line:
         return max((each.held_bytes for each in self.graphs.values()), default=0)
 
 
+def _free_cached(line: _Line, needed: int) -> None:
+    """Free what eager calls have left, which a pool of graphs does not take: for the first graph, or where it lacks."""
+    if capture.DEVICE == "cuda" and (not line.graphs or torch.cuda.mem_get_info()[0] < 2 * needed):
+        torch.cuda.empty_cache()
+
+
 @dataclass(slots=True)
 class _Request:
     """A call: its key, its arguments, and the call as one that may be padded."""
@@ -466,12 +472,13 @@ class Graphs:
         needed = self._needed_bytes(model, line, sum(lengths), kind)
         self._make_room()
         if not any(covers(each, lengths) for each in line.graphs):
-            line.graphs.clear()  # the largest comes first: smaller ones find room in its memory
+            for each in line.graphs.values():  # the largest comes first: smaller ones find room in its memory
+                each.release()
+            line.graphs.clear()
             line.pool = capture.Pool()  # the memory of one without graphs is gone
         if not line.graphs:
             self._credit -= 4
-        if capture.DEVICE == "cuda" and (not line.graphs or torch.cuda.mem_get_info()[0] < 2 * needed):
-            torch.cuda.empty_cache()  # a pool of graphs does not take what eager calls have left
+        _free_cached(line, needed)
         assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
         run, work = partial(self._forward, model), line.trials[0].work
         padding, rehearsed, aligned = None, True, not any(each % ALIGNED for each in lengths)
@@ -488,6 +495,7 @@ class Graphs:
                         rehearse(run, model, key[0], values, work)
                         self._await_kernels()
                         line.rehearsed = aligned and not work.is_noted()
+                        _free_cached(line, needed)
                 captured = Captured(
                     run, values, key, self._state, self._draws, [*self._written], work, line.pool, padding
                 )
