@@ -30,6 +30,7 @@ program has set up logging itself.
 """
 
 import difflib
+import errno
 import logging
 import os
 import re
@@ -147,6 +148,8 @@ def _pairs(value: object) -> tuple[tuple[str, str], ...]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the table of a file of settings; raise ConfigError if it cannot be read, or is not TOML."""
     try:
+        if path.is_char_device() or path.is_fifo():
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -47,6 +47,11 @@ def test_bad_files_are_refused(tmp_path, text, why):
         load(file, {})
 
 
+def test_a_device_is_no_file_of_settings():
+    with pytest.raises(ConfigError, match="cannot read /dev/zero: it is not a regular file"):
+        load("/dev/zero", {})
+
+
 def test_an_empty_job_store_is_not_sqlite():
     with pytest.raises(ConfigError, match="ACCELERANT_SERVE_STATE_URL must not be empty"):
         load(None, {"ACCELERANT_SERVE_STATE_URL": ""})
