@@ -58,6 +58,7 @@ def test_errors_are_one_line(run, job, tmp_path, monkeypatch):
         2, f"accelerant: --key-file {tmp_path / 'key'} is not text\n",
     )  # fmt: skip
     (tmp_path / "key").write_text("\n")
+    assert run("list", "--key-file", "/dev/zero")[::2] == (2, "accelerant: --key-file /dev/zero is not text\n")
     status, _, err = run("list", "--key-file", str(tmp_path / "key"))
     assert (status, err.count("\n")) == (2, 1)
     assert "is empty" in err
