@@ -351,7 +351,6 @@ def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
 def test_float32_goes_to_torch_where_ours_was_not_measured_faster(capability, monkeypatch):
-    monkeypatch.setattr(module, "nvidia_capability", lambda _: capability)
     monkeypatch.setattr(backends, "nvidia_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(registry, "reason_without_kernels", lambda _: None)
@@ -364,7 +363,7 @@ def test_float32_goes_to_torch_where_ours_was_not_measured_faster(capability, mo
 
 
 def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
-    monkeypatch.setattr(module, "nvidia_capability", lambda _: (7, 5))
+    monkeypatch.setattr(backends, "nvidia_capability", lambda _: (7, 5))
     (triton,) = (each for each in operations()["attention_bwd"].implementations if each.name == "triton")
     assert "64 KiB" in triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float32))
     assert "64 KiB" not in (triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float16)) or "")
