@@ -476,6 +476,58 @@ def test_a_factor_that_may_be_the_number_of_rows_is_judged_by_batches_of_other_s
                 training.optimizer.zero_grad()
 
 
+def batches_of(loss, sizes, **options):
+    """Run a loss over batches of these sizes; return the warnings about it."""
+    x, y, *_ = rows(64)
+    with (
+        private(Tagger(), 1.0, expected_batch_size=8, **options) as training,
+        warnings.catch_warnings(record=True) as found,
+    ):
+        warnings.simplefilter("always")
+        for step, size in enumerate(sizes):
+            chosen = torch.randperm(64, generator=torch.Generator().manual_seed(step))[:size]
+            loss(training.model(x[chosen]), y[chosen], step).backward()
+            training.optimizer.zero_grad()
+    return [str(each.message) for each in found if "the loss" in str(each.message)]
+
+
+@pytest.mark.parametrize(("loss", "options"), [
+    (lambda out, y, step: flat(out, y, reduction="sum") / len(y) ** 2 / 6, {}),
+    (lambda out, y, step: flat(out, y) * (2 if y[:, 0].double().mean() > 2 else 1), {}),
+    (lambda out, y, step: 3 * value if (value := flat(out, y)) > 1.7 else value, {}),
+    (lambda out, y, step: flat(out, y) if out[:, 0, 0].max() > 0.8 else flat(out, y).square(), {}),
+    (lambda out, y, step: sum(flat(out[i : i + 1], y[i : i + 1]) for i in range(len(y))), {}),
+    (lambda out, y, step: sum(F.cross_entropy(a, b) for a, b in zip(out, y, strict=True)), {}),
+    (lambda out, y, step: sum(flat(out[i : i + 1], y[i : i + 1]) for i in range(len(y))) / len(y),
+     {"loss_reduction": "sum"}),
+])  # fmt: skip
+def test_a_loss_that_follows_the_rows_or_their_number_is_refused(loss, options):
+    with pytest.raises((UnsupportedCase, ConfigError), match=r"have other gradients|mixes|show a|neither"):
+        batches_of(loss, [8, 5, 9, 2, 6, 7, 3, 12, 8], **options)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda out, y, step: 3 * value if (value := flat(out, y)).item() > 1.7 else value,
+    lambda out, y, step: flat(out, y) * math.sqrt(len(y)),
+])  # fmt: skip
+def test_numbers_that_may_follow_the_rows_are_warned_of(loss):
+    assert "may follow sizes or values" in batches_of(loss, [8, 5, 9, 2, 6, 7, 3, 12, 8])[0]
+
+
+@pytest.mark.parametrize("loss", [
+    lambda out, y, step: sum(flat(out[i : i + 1], y[i : i + 1]) for i in range(len(y))) / len(y),
+    lambda out, y, step: torch.stack([F.cross_entropy(a, b) for a, b in zip(out, y, strict=True)]).mean(),
+    lambda out, y, step: flat(out, y) + 0 * step if bool(out.isfinite().all()) else 0 * out.sum(),
+    lambda out, y, step: flat(out, y) + torch.tensor(1.0 + step) * out.square().mean(),
+])  # fmt: skip
+def test_batches_of_other_sizes_show_no_fault_where_there_is_none(loss):
+    assert not batches_of(loss, [8, 5, 9, 2, 6, 7, 3, 12, 16])
+
+
+def test_a_schedule_is_no_fault():
+    assert not batches_of(lambda out, y, step: flat(out, y) * (1 + step / 7), [8] * 9)
+
+
 def test_gradients_that_are_rounding_alone_show_no_reduction():
     x, *_ = rows()
     with private(Tagger(), 1.0, expected_batch_size=24) as training, warnings.catch_warnings():

@@ -107,6 +107,34 @@ def test_mixed_rows_are_refused(mix):
         loop(Rearranged(mix, lambda h: h), points())
 
 
+@pytest.mark.parametrize("choose", [
+    lambda x: len(x) % 2 == 0,
+    lambda x: x.mean() > 0.15,
+    lambda x: x.mean() < -0.15,
+    lambda x: x.abs().max() > x[0].abs().max(),
+])  # fmt: skip
+@pytest.mark.parametrize("use", [
+    lambda h, chosen: h + chosen, lambda h, chosen: h * (1 - 2 * chosen), lambda h, chosen: h / len(h) ** chosen,
+])  # fmt: skip
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_choice_by_the_rows_or_their_number_is_refused(choose, use, reduction):
+    """One more row could change the gradients of all."""
+    torch.manual_seed(0)
+    model = Rearranged(None, lambda h: h)
+    model.change = lambda h: use(h, float(choose(model.x)))
+    model.register_forward_pre_hook(lambda model, args: setattr(model, "x", args[0]))
+    with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch"):
+        loop(model, points(8), loss_reduction=reduction)
+
+
+@pytest.mark.parametrize("model", [
+    nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)),
+    Rearranged(lambda h: h - h.mean(1, keepdim=True) * len(h) / max(len(h), 1), lambda h: h),
+])  # fmt: skip
+def test_a_model_whose_rows_have_the_same_gradients_alone_is_not_refused(model):
+    loop(model, points(24), steps=9)
+
+
 @pytest.mark.sample(3, 1)
 @pytest.mark.parametrize(("value", "places"), [(torch.nan, [0]), (torch.inf, [0, 5]), (-torch.inf, [3, 4])])
 @pytest.mark.parametrize("mix", [

@@ -676,12 +676,12 @@ class PerExampleClipper:
     # --- trial passes ------------------------------------------------------------------------------------------------
 
     def trial(
-        self, forward: Callable[[], Any], mask: Tensor | None = None, index: Tensor | None = None
+        self, forward: Callable[[], Any], mask: Tensor | None = None, index: Tensor | None = None, rows: int = 0
     ) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Run a pass with random output gradients that leaves no trace; return norms (B,) and sums by layer.
 
-        The sums are over the examples of the mask. Example i of a result with as many rows gets the output
-        gradient of example index[i].
+        The sums are over the examples of the mask. Example i of a result with a row, or several, for each of an index
+        gets the output gradient of example index[i] of a batch of so many rows.
         """
         kept, layers, sums = dict(vars(self)), _groups(self.parameters, "per_layer"), dict[int, Tensor]()
         for layer in layers:
@@ -694,7 +694,7 @@ class PerExampleClipper:
             results = [each for each in rules.tensors_of(forward()) if each.requires_grad]
             with torch.autocast(self.parameters[0][1].device.type, enabled=False):
                 if results:
-                    torch.autograd.backward(results, [_random_like(each, index) for each in results])
+                    torch.autograd.backward(results, [_random_like(each, index, rows) for each in results])
             names = {layer.name: layer.parameters.values() for layer in layers}
             return self._layer_norms, {
                 name: [sums[id(each)] for each in names[name] if id(each) in sums] for name in self._layer_norms
@@ -782,13 +782,19 @@ def batch_size(inputs: Any) -> int | None:
     return next((size for item in items if (size := batch_size(item)) is not None), None)
 
 
-def _random_like(result: Tensor, index: Tensor | None) -> Tensor:
-    """Return the same random numbers for each tensor of a shape, in the rows' order of an index; 1 for a scalar."""
+def _random_like(result: Tensor, index: Tensor | None, rows: int) -> Tensor:
+    """Return the same random numbers for each tensor of a shape, of the rows of an index; 1 for a scalar."""
     if not result.dim():
         return torch.ones_like(result)
+    shape, each = result.shape, 0
+    if index is not None and len(index) and shape[0] % len(index) == 0:
+        each = shape[0] // len(index)
+        shape = torch.Size((rows * each, *shape[1:]))
     generator = torch.Generator(result.device).manual_seed(0)
-    found = torch.randn(result.shape, generator=generator, dtype=result.dtype, device=result.device)
-    return found if index is None or len(index) != len(found) else found[index.to(found.device)]
+    found = torch.randn(shape, generator=generator, dtype=result.dtype, device=result.device)
+    if index is None or not each:
+        return found
+    return found.reshape(rows, -1)[index.to(found.device)].reshape(result.shape)
 
 
 def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[backward_pass.ClippingGroup]:

@@ -3,8 +3,9 @@
 A loss that divides by a number of the batch (a sum of class weights, a count of labels) gives each example a gradient
 that all others change. So torch's functions between a draw, the model's result and `backward` are recorded, but for the
 model's, and called again with about half of the rows replaced: the gradient at the result of each row that was kept
-must be as it was. Without the others it must be what the reduction says. That is done in the first passes, and then at
-random. Means that divide by class weights, or by a count of labels, are known by their arguments.
+must be as it was. Without the others it must be what the reduction says. Rows of the batch that was checked before must
+have the gradients that they had in it, whatever Python did with sizes and values of the two. That is done in the first
+passes, and then at random. Means that divide by class weights, or by a count of labels, are known by their arguments.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +57,8 @@ _HOSTED = (
     "Python or NumPy read values of the batch before it, and its numbers, tensors or choices may depend on those values"
 )
 
+_CHANGING = "its numbers or operations are not those of the batch before, and may follow sizes or values of the two"
+
 _GIVEN = "the model is given what Python or NumPy may have made of the batch's values"
 
 _ROWS = "Each example changes the share of all others, and one row could move the sum by many times max_grad_norm"
@@ -71,6 +74,7 @@ class LossCheck:
         self._calls = 0  # of the model that have not returned
         self._warned = False
         self._doubted = 0  # rows of a pass whose loss seemed reduced otherwise by a number that was perhaps another
+        self._witness: _Witness | None = None
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class LossCheck:
         if not (trace.results or trace.inputs):  # the model returns the loss, and the check of its rows sees that
             return
         try:
-            mixes = trace.mixes([trace.weighted(*each) for each in losses()], rows)
+            mixes = trace.mixes([trace.weighted(*each) for each in losses()], rows, self._witness)
         except torch.OutOfMemoryError:
             self._warn("there is not enough memory to repeat it")
         except _NotRepeatable as error:
@@ -141,15 +145,17 @@ class LossCheck:
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
             self._warn(f"it cannot be repeated ({type(error).__name__})")
         else:
-            if mixes:
+            if trace.misfit and (not trace.doubtful or self._doubted not in (0, rows)):
+                raise ConfigError(trace.misfit)
+            if mixes or trace.differs:
                 reason = trace.blame or (
                     "the loss mixes the examples of a batch: with some rows replaced (labels, masks and the model's "
                     "results), the gradients of others changed"
                 )
                 raise UnsupportedCase(f"{reason}. {_ROWS}. {_REMEDY}")
-            if trace.misfit and (not trace.doubtful or self._doubted not in (0, rows)):
-                raise ConfigError(trace.misfit)
             self._doubted = rows if trace.misfit else self._doubted
+        finally:
+            self._witness = trace.witness or self._witness
 
     def check_labels(self, labels: Tensor, ignored: int = _IGNORE_INDEX) -> None:
         """Check the labels of a mean that a model of accelerant.nn takes itself, over those that are not ignored."""
@@ -179,6 +185,16 @@ class _Slot:
     """The place of a tensor among those of a trace."""
 
     number: int
+
+
+class _Witness(NamedTuple):
+    """Two rows of a batch, by slot, with their gradients, and what the loss computed with: by calls, and elsewhere."""
+
+    rows: int
+    values: dict[int, Tensor]
+    gradients: list[Tensor]
+    calls: frozenset[Any]
+    others: list[float]
 
 
 @dataclass(slots=True)
@@ -283,6 +299,10 @@ class _LossTrace(TorchFunctionMode):
         self.inputs: list[int] = []
         self.results: list[int] = []
         self.blame = self.misfit = ""
+        self.witness: _Witness | None = None
+        self._choices: list[tuple[int, bool]] = []  # truth values that the host read, and of which slots
+        self._chosen = False  # some of them are others with other rows
+        self.differs = False  # rows of an earlier batch had other gradients there
         self._eps = 0.0  # of the lowest precision in the loss
         self.doubtful = self._kept = False  # whether `misfit` is none if numbers are constants; whether they are now
         for each in inputs:
@@ -331,8 +351,11 @@ class _LossTrace(TorchFunctionMode):
         if writes and isinstance(target := kwargs.get("out", args[0] if args else None), Tensor):
             self._changes = True
             self._keep(target)
-        # The class weights of a loss may be as many as the rows.
+        # The class weights of a loss may be as many as the rows, and the labels of a data set several times as many.
         fixed = {id(each) for each in (*args[2:], *kwargs.values())} if name in _WEIGHTED else set[int]()
+        if name in ("__getitem__", "index_select", "take") and len(args[0]) != self._clipper.examples:
+            index = [each for each in pytree.tree_leaves(args[1:]) if isinstance(each, Tensor)]
+            fixed |= {id(args[0])} if any(each.dtype != torch.bool for each in index) else set()
         scales = name in _NUMERIC
         literals = _literals() if self._numbers or self._read else frozenset[float]()
 
@@ -482,6 +505,8 @@ class _LossTrace(TorchFunctionMode):
             add(result, partial(Tensor.size, dim=args[1] if len(args) > 1 else 0))
         elif name in ("numel", "nelement"):
             add(result, Tensor.numel)
+        elif name in ("__bool__", "is_nonzero") and self._follows.get(slot):
+            self._choices.append((slot, bool(result)))
         elif name in ("item", "__float__", "__int__", "__index__") and isinstance(result, (int, float)):
             add(result, Tensor.item)
 
@@ -552,8 +577,11 @@ class _LossTrace(TorchFunctionMode):
         numbers = {number for number, leaf in self._leaves.items() if leaf.result and not leaf.tensor.dim()}
         return numbers == {self._slots.get(each) for each in losses}
 
-    def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
-        """Return whether a row's gradient changes when others are replaced; UnsupportedCase if the inputs' rows do."""
+    def mixes(self, losses: Sequence[Tensor], rows: int, earlier: _Witness | None) -> bool:
+        """Return whether a row's gradient changes when others are replaced; UnsupportedCase if the inputs' rows do.
+
+        `differs` tells whether rows of an earlier batch had another one there.
+        """
         if self._mixes_inputs(rows):
             raise UnsupportedCase(
                 "rows of the batch are mixed before the model: with some replaced, its inputs for others changed. "
@@ -565,7 +593,7 @@ class _LossTrace(TorchFunctionMode):
         self._opened = self._opened or not self._quiet.isdisjoint(wanted)
         if None in wanted:
             raise _NotRepeatable("its last operation was not seen")
-        calls = self._needed(wanted)
+        calls = self._needed([*wanted, *(number for number, _ in self._choices)])
         used = _used(calls, wanted)
         for number in used & self._leaves.keys():
             leaf = self._leaves[number]
@@ -587,8 +615,10 @@ class _LossTrace(TorchFunctionMode):
             after, _ = self._repeat(calls, wanted, results, used, index, rows)
             if _moved(before, after, kept):
                 return True
-        for number in self._hosted.keys() & used:
-            raise _NotRepeatable(self._hosted[number])
+        self.differs = self._other_than(earlier, before, calls, wanted, results, used, rows)
+        doubts = [_HOSTED] * self._chosen + [self._hosted[number] for number in self._hosted.keys() & used]
+        if doubts and not self.differs:
+            raise _NotRepeatable(doubts[0])
         if any(call.random is not None for call in calls):
             return False
         given = [each for call in calls for each in pytree.tree_leaves(call.args)]
@@ -607,6 +637,47 @@ class _LossTrace(TorchFunctionMode):
             lambda index: self._repeat(calls, wanted, results, used, index, rows)[0], constants, rows,
         )  # fmt: skip
         return False
+
+    def _other_than(
+        self, earlier: _Witness | None, before: Sequence[Tensor], calls: Sequence[_RecordedCall],
+        wanted: Sequence[int | None], results: Sequence[int], used: set[int], rows: int,
+    ) -> bool:  # fmt: skip
+        """Return whether rows of an earlier batch have other gradients in this one; keep two of it for a later one."""
+        leaves = {number: self._leaves[number] for number in used & self._leaves.keys()}
+        mine = {n: x.tensor for n, x in leaves.items() if x.rows and x.tensor.dim() and len(x.tensor) % rows == 0}
+        others = [x.tensor for number, x in leaves.items() if number not in mine]
+        if any(call.random is not None for call in calls) or any(x.layout != torch.strided for x in others):
+            return False
+        index = torch.tensor(self._unlike(used, rows), device="cpu")
+        share = float(rows if self._clipper.loss_reduction == "mean" else 1)
+        known = {
+            (call.function, each)
+            for call in calls
+            for each in (None, *pytree.tree_leaves(call.args))
+            if each is None or (isinstance(each, (int, float)) and getattr(call.function, "__name__", "") in _NUMERIC)
+        }
+        self.witness = now = _Witness(
+            rows, {number: _rows_of(x, index, rows).cpu() for number, x in mine.items()},
+            [x.double().mul(share)[index.to(x.device)].cpu() for x in before], frozenset(known),
+            [float(torch.view_as_real(x).double().sum() if x.is_complex() else x.double().sum()) for x in others],
+        )  # fmt: skip
+        shapes = [[(n, x.shape, x.dtype) for n, x in each.values.items()] for each in (earlier or now, now)]
+        if earlier is None or shapes[0] != shapes[1] or earlier.others != now.others:
+            return False
+        after, _ = self._repeat(calls, wanted, results, used, torch.arange(rows, device="cpu"), rows, earlier.values)
+        two, both = [x[:2].double().mul(share).cpu() for x in after], torch.ones(2, dtype=torch.bool, device="cpu")
+        if not _moved(earlier.gradients, two, both, 4 * self._eps, 4.0):
+            return False
+        pairs = ((earlier, now), (now, earlier))
+        changed = [(each, batch.rows) for batch, other in pairs for _, each in batch.calls - other.calls]
+        if self._chosen or all(each is not None and _counts(each, count) for each, count in changed):
+            self.blame = self.blame or (
+                f"in a batch of {rows} rows, two of the batch before, of {earlier.rows}, have other gradients"
+            )
+            return True
+        if self._read or earlier.rows != rows:
+            raise _NotRepeatable(_CHANGING)
+        return False  # as by a schedule
 
     def _misfit(
         self, before: Sequence[Tensor], repeated: Callable[[Tensor], Sequence[Tensor]], constants: Iterable[Any],
@@ -692,9 +763,9 @@ class _LossTrace(TorchFunctionMode):
 
     def _repeat(
         self, calls: Sequence[_RecordedCall], wanted: Sequence[int | None], results: Sequence[int], used: set[int],
-        index: Tensor | None, rows: int,
+        index: Tensor | None, rows: int, first: Mapping[int, Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """Return the gradients at the model's results, and the losses, with the rows of an index."""
+        """Return the gradients at the model's results, and the losses, with the rows of an index, or others first."""
         values: dict[int, Tensor] = {}
         inputs = []
         devices = [torch.cuda.current_device()] if self._device == "cuda" else []
@@ -703,11 +774,9 @@ class _LossTrace(TorchFunctionMode):
                 leaf = self._leaves[number]
                 value = leaf.tensor.detach()
                 if leaf.rows and index is not None and value.dim() and value.shape[0] % rows == 0:
-                    blocks = index.to(value.device)
-                    each = value.shape[0] // rows
-                    if each > 1:
-                        blocks = (blocks[:, None] * each + torch.arange(each, device=value.device)).flatten()
-                    value = value.index_select(0, blocks)
+                    value = _rows_of(value, index, rows)
+                    if first is not None:
+                        value[: len(first[number])] = first[number]
                 elif self._changes and not leaf.result:
                     value = value.clone()
                 values[number] = value
@@ -716,6 +785,7 @@ class _LossTrace(TorchFunctionMode):
                 values[number] = inputs[-1].clone() if self._changes else inputs[-1]
             for call in calls:
                 self._call(call, values, rows if index is None else None)
+            self._chosen |= any(bool(values[number]) != value for number, value in self._choices)
             losses = [values[number] for number in wanted if number is not None]
             gradients: Sequence[Tensor | None] = ()
             if inputs:
@@ -760,6 +830,14 @@ def misfit(given: str, found: Sequence[str]) -> str:
         f"show {shown}. Examples would be clipped to a bound that changes with the number of rows. Give {remedy}a loss "
         f"that is a {given}"
     )
+
+
+def _rows_of(value: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return the rows of an index of a tensor that has a block of entries for each row."""
+    blocks, each = index.to(value.device), value.shape[0] // rows
+    if each > 1:
+        blocks = (blocks[:, None] * each + torch.arange(each, device=value.device)).flatten()
+    return value.index_select(0, blocks)
 
 
 def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[int]:

@@ -7,8 +7,9 @@ gradients are the same in each pass; generators, buffers and attributes are rest
 
 Passes differ by rounding, too, which is independent from pass to pass. So two differences are taken, each of passes of
 its own: for n numbers their inner product is 1 / sqrt(n) of the product of their norms for rounding, for a mixture its
-square. Above an eighth of the precision, it is refused if differences in float32 have it in common. Some later batches
-are looked at again, at random. Gradients must not depend on the batch before.
+square. Above an eighth of the precision, it is refused if differences in float32 have it in common. In a batch of other
+rows, fewer or one more, a row must have the same norms. Some later batches are looked at again, at random. Gradients
+must not depend on the batch before.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _RANDOM = 1e-2  # change between equal passes from which a model is random beyon
 
 
 _AGAIN = (2, 4, 8)  # Forward passes after the check's that are looked at again, with one choice of rows
-_SHARE = 1 / 1024  # Of the later passes: such a look takes as long as two steps
+_SHARE = 1 / 512  # Of the later passes: such a look takes as long as eight steps
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class _Gradients(NamedTuple):
     sums: list[Tensor]
 
 
+_Passed = dict[str, _Gradients]
 _Part = tuple[str, int]  # a layer, and 0 for its norms or 1 for its sums, which show a change of sign
 _Difference = tuple[list[Tensor], float]  # changes of kept rows' gradients, and the layer's size
 
@@ -130,7 +132,8 @@ class SeparationCheck:
         try:
             if mode.done:
                 some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)], device="cpu")
-                self._refuse(_Passes(self._clipper, other, (args, kwargs)), [some, ~typical])
+                part = self._chance.choice(_parts((args, kwargs), rows, self._chance))
+                self._refuse(_Passes(self._clipper, other, (args, kwargs)), [some, ~typical], [part])
                 return
             used, seen = self._check(other, typical, (args, kwargs))
         finally:
@@ -168,7 +171,8 @@ class SeparationCheck:
         if not equal:
             self._warn("the model returned no tensors" if equal is None else "two equal passes of the model differ")
             return set(), set()
-        changed = self._refuse(passes, [*_patterns(len(other)), ~typical])
+        parts = _parts(inputs, len(other), self._chance)
+        changed = self._refuse(passes, [*_patterns(len(other)), ~typical], parts)
         if kept := passes.remembers():
             raise UnsupportedCase(
                 f"the gradient of an example depends on the batch before: the model keeps a state that follows its "
@@ -189,8 +193,8 @@ class SeparationCheck:
             self._warn("no row of the input changes any gradient")
         return set(passes.before), changed
 
-    def _refuse(self, passes: _Passes, patterns: list[Tensor]) -> set[str]:
-        """Raise UnsupportedCase if rows that are replaced change others; return the layers where gradients changed."""
+    def _refuse(self, passes: _Passes, patterns: list[Tensor], parts: list[Tensor]) -> set[str]:
+        """Raise UnsupportedCase if rows that are replaced, or left out, change others; return what changed."""
         rows = len(patterns[0])
         mixed, changed = passes.compare(patterns)
         square = _square(passes.inputs, rows) if mixed else set()
@@ -203,14 +207,16 @@ class SeparationCheck:
             passes.backward = False
             if mixed and not passes.returns_rows():
                 mixed = set()
+        how = "some rows were replaced, and gradients of other rows changed"
+        if not mixed and (mixed := passes.differing(parts)):
+            how = "in a batch of fewer rows, or of one more, the same rows had other gradients"
         if mixed:
             layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
             names = ", ".join(name or type(self._clipper.model).__name__ for name in layers if name in mixed)
             raise UnsupportedCase(
-                f"the gradient of an example depends on the other rows of the batch in {names}: some rows were "
-                "replaced, and gradients of other rows changed. Each layer must get the examples in dimension 0, in "
-                "the order of the model's input, without a transposition or a permutation, and nothing may mix them, "
-                "hooks neither. "
+                f"the gradient of an example depends on the other rows of the batch in {names}: {how}. Each layer must "
+                "get the examples in dimension 0, in the order of the model's input, without a transposition or a "
+                "permutation, and nothing may mix them, hooks neither. "
                 "An input that all examples share must have 1 in its first dimension"
                 + f"; one of shape ({rows}, {rows}) may be such an input, or a row for each example"
                 * bool(square)
@@ -243,7 +249,7 @@ class _Passes:
         self.shared: Container[int] = ()
         self.backward = False
         self._lengths: list[int] = []
-        self._has_loss = self._only_loss = False  # results without dimensions, and whether others are left out
+        self._has_loss, self._wanted = False, ""  # whether results have no dimensions; "numbers" or "rows" alone
         self.buffers: list[dict[str, Tensor]] = []
         self._states: list[dict[str, Tensor]] = []  # after earlier passes
         self.before: dict[str, Tensor] = {}  # norms of the layers that the passes use
@@ -327,33 +333,77 @@ class _Passes:
 
     def misfit(self) -> str:
         """Return what is wrong with the reduction of a loss that the model returns, by half of the rows; "" if not."""
-        model, few, given = self._clipper.model, (len(self._rows) + 1) // 2, self._clipper.loss_reduction
+        few, given = (len(self._rows) + 1) // 2, self._clipper.loss_reduction
         if not self._has_loss or few < 2:
             return ""
-        modes, before = [(module, module.training) for module in model.modules()], self.precise
-        self._only_loss = self.precise = True
+        whole, found = self._in_parts("numbers", [self._rows[:few]])
+        other, share = ("sum", few / len(self._rows)) if given == "mean" else ("mean", len(self._rows) / few)
+        shares = {given: 1.0, other: share}
+        for _, part in found:
+            for name in whole.keys() & part.keys():
+                one, two = whole[name].norms, part[name].norms
+                shares = {kind: x for kind, x in shares.items() if not _differ(two, x * one[:few], one)}
+        return misfit(given, list(shares))
+
+    def differing(self, parts: list[Tensor]) -> set[str]:
+        """Return the layers where rows have other gradients in batches of other rows, and of another number of them."""
+        whole, found = self._in_parts("rows", parts)
+        differing = set[str]()
+        for index, (same, part) in zip(parts, found, strict=False):  # none if all is random
+            share = len(self._rows) / len(index) if self._clipper.loss_reduction == "mean" else 1.0
+            for name in whole.keys() & part.keys():
+                one, two = whole[name], part[name]
+                if _differ(two.norms * share, one.norms[index], one.norms):
+                    differing.add(name)
+                if name in same:
+                    change = [x - y * share for x, y in zip(same[name].sums, two.sums, strict=True)]
+                    if math.sqrt(_dot(change, change)) > 1e-2 * len(index) * float(one.norms.max()):
+                        differing.add(name)
+        return differing
+
+    def _in_parts(self, wanted: str, parts: list[Tensor]) -> tuple[_Passed, list[tuple[_Passed, _Passed]]]:
+        """Return gradients in the whole batch, of layers where nothing is random, and of parts, in it and alone.
+
+        There are none where the model raises an error.
+        """
+        modes, before = [(each, each.training) for each in self._clipper.model.modules()], self.precise
+        devices = [x.get_device() for _, x in self._clipper.parameters[:1] if x.is_cuda]
+        lengths, rows = list[int](), len(self._rows)
+        self._wanted, self.precise = wanted, True
+
+        def passed(index: Tensor, mask: Tensor | None = None) -> _Passed:
+            try:
+                found = self._passed(index, mask)
+                scaled = [x * rows == y * len(index) for x, y in zip(self._lengths, lengths, strict=False)]
+                return found if all(scaled) or wanted == "numbers" else {}
+            except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AccelerantError):
+                return {}  # it is written for so many rows, or gives no loss in eval mode
+
         try:
-            for module, _ in modes:  # dropout is drawn for so many rows
-                module.training = False
-            whole, part = self._passed(self._rows), self._passed(self._rows[:few])
-            with torch.random.fork_rng([x.get_device() for _, x in self._clipper.parameters[:1] if x.is_cuda]):
-                torch.manual_seed(0)
-                again = self._passed(self._rows)
-        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AccelerantError):
-            return ""  # it is written for so many rows, or gives no loss in eval mode
+            for training in (None, False):  # dropout is drawn for so many rows
+                for module, _ in modes if training is False else ():
+                    module.training = False
+                lengths, whole = [], passed(self._rows)
+                lengths = [*self._lengths]
+                with torch.random.fork_rng(devices):
+                    torch.manual_seed(0)
+                    again = passed(self._rows)
+                steady = {
+                    name: each
+                    for name, each in whole.items()
+                    if name in again and not _differ(each.norms, again[name].norms, each.norms)
+                }
+                if len(steady) == len(whole):
+                    break
+            masks = [self._rows.new_zeros(rows, dtype=torch.bool).index_fill(0, part, True) for part in parts]
+            return steady, [
+                (passed(self._rows, mask) if len(part) <= rows and wanted == "rows" else {}, passed(part))
+                for part, mask in zip(parts, masks if steady else [], strict=False)
+            ]
         finally:
-            self._only_loss, self.precise = False, before
+            self._wanted, self.precise = "", before
             for module, mode in modes:
                 module.training = mode
-        other, share = ("sum", few / len(self._rows)) if given == "mean" else ("mean", len(self._rows) / few)
-        found = {given: 1.0, other: share}
-        for name in whole.keys() & part.keys():
-            one, two = whole[name].norms, part[name].norms
-            least = 1e-2 * float(one.max())
-            if least < 1e-6 or bool(((one - again[name].norms).abs() > least).any()):  # rounding, or random
-                continue
-            found = {kind: x for kind, x in found.items() if not bool(((two - x * one[:few]).abs() > least).any())}
-        return misfit(given, list(found))
 
     def takes_another_row(self, shared: Container[int] = ()) -> bool:
         """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
@@ -405,7 +455,10 @@ class _Passes:
             self._lengths = [len(each) for each in tensors_of(found) if each.dim()]
             numbers = [each for each in tensors_of(found) if not each.dim() and each.requires_grad]
             self._has_loss = bool(numbers)
-            return numbers if self._only_loss else found
+            if self._wanted == "rows":
+                found = [each for each in tensors_of(found) if each.dim() and each.requires_grad]
+                self._lengths = [len(each) for each in found]
+            return numbers if self._wanted == "numbers" else found
 
         args, kwargs = inputs(self._rows if self.backward else index)
         # The hooks keep these passes from those of a checkpoint that the model is called in.
@@ -416,7 +469,7 @@ class _Passes:
                 with torch.no_grad(), torch.random.fork_rng(devices):  # numbers that it draws are no state
                     model(*before, **more)
                 self._states.append(_kept(model))
-            found = self._clipper.trial(results, mask, index if self.backward else None)
+            found = self._clipper.trial(results, mask, index if self.backward or self._wanted else None, rows)
             if len(index) == rows and earlier is None:
                 self.buffers.append(_stored(model))
         return found
@@ -488,6 +541,26 @@ def _other_rows(inputs: Any, rows: int) -> tuple[Tensor, Tensor] | None:
         return None
     best = unlike & typical if bool((unlike & typical).any()) else unlike
     return torch.where(unlike, first, int(best.int().argmax())), typical
+
+
+def _parts(inputs: Any, rows: int, chance: random.Random) -> list[Tensor]:
+    """Return rows of low and of high values, by two measures, some of them alone, and all with one of them twice."""
+    values, largest = (torch.full((rows,), x, dtype=torch.float64, device="cpu") for x in (0.0, -math.inf))
+    for each in tensors_of(inputs):
+        if each.shape[:1] == (rows,) and each.layout == torch.strided and each.numel() and not each.is_complex():
+            flat = each.detach().reshape(rows, -1).double().nan_to_num(0.0, 0.0, 0.0).cpu()
+            values += flat.sum(1)
+            largest = torch.maximum(largest, flat.amax(1))
+    half = (rows + 1) // 2
+    orders = [each.argsort(descending=down) for each in (values, largest) for down in (False, True)]
+    more = torch.cat((orders[0], orders[0][chance.randrange(rows)][None]))
+    return [*(order[:half] for order in orders), *(order[:1] for order in orders[:3]), more]
+
+
+def _differ(found: Tensor, wanted: Tensor, whole: Tensor) -> bool:
+    """Return whether norms, -1 for those that are not finite, differ by more than rounding in any of torch's modes."""
+    changed = (found - wanted).abs() > 1e-2 * max(float(whole.max()), 1e-4)
+    return bool((changed & ((found >= 0) | (wanted >= 0))).any())
 
 
 def _square(inputs: Any, rows: int) -> set[int]:
