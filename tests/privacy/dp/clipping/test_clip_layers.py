@@ -1,9 +1,12 @@
+import functools
+
 import pytest
 import torch
 from clip_checks import MODES, Chain, check, loss_of, per_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from accelerant import nn as our
 from accelerant.errors import UnsupportedCase
@@ -134,11 +137,49 @@ def test_what_follows_a_layer_may_change_it_in_place(norms):
     lambda: nn.GRU(3, 4, batch_first=True, bias=False),
     lambda: our.LSTM(3, 4, 2, batch_first=True),
     lambda: our.GRU(3, 4, bidirectional=True, batch_first=True),
+    lambda: nn.RNN(3, 4, 2, batch_first=True, bidirectional=True),
+    lambda: our.RNN(3, 4, nonlinearity="relu", batch_first=True, bias=False),
+    lambda: nn.LSTM(3, 5, 2, batch_first=True, bidirectional=True, proj_size=4),
 ])  # fmt: skip
 def test_recurrent(layer, norms):
     layer = layer()
     width = 4 * (2 if layer.bidirectional else 1)
     check(Chain(nn.Linear(2, 3), layer, nn.Linear(width, 2)), [torch.randn(4, 5, 2)], loss_of, norms=norms)
+
+
+class Sequences(nn.Module):
+    """Runs a recurrent layer over sequences of their own lengths, packed, or with the examples second."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, lengths):
+        if self.layer.batch_first:
+            y, last = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+            y = pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]
+        else:
+            y, last = self.layer(x.transpose(0, 1))
+            y = y.transpose(0, 1)
+        last = torch.cat(last, 2) if isinstance(last, tuple) else last
+        return torch.cat((y.flatten(1), last.transpose(0, 1).flatten(1)), 1)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("first", [True, False], ids=["packed", "batch second"])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}], ids=str)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM, functools.partial(nn.LSTM, proj_size=2)])
+def test_sequences_of_recurrent_layers(kind, options, first):
+    model = Sequences(kind(3, 4, batch_first=first, **options))
+    inputs = torch.randn(4, 5, 3), torch.tensor([3, 5, 1, 4])
+    expected = model(*inputs)
+
+    def loss(model, *inputs):
+        return loss_of(lambda x: model(*x), inputs)
+
+    check(model, inputs, loss, dtype=torch.float32)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    torch.testing.assert_close(model(*inputs), expected)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
@@ -170,13 +211,16 @@ class Steps(nn.Module):
         states = [self.cell(x[:, 0])]
         for t in range(1, x.shape[1]):
             states.append(self.cell(x[:, t], states[-1]))
-        return torch.stack([torch.cat(each, 1) for each in states], 1)
+        return torch.stack([torch.cat(each, 1) if isinstance(each, tuple) else each for each in states], 1)
 
 
 @modes
-@pytest.mark.parametrize("bias", [True, False])
-def test_cells_of_lstm_layers(bias, norms):
-    model, x = Steps(nn.LSTMCell(3, 4, bias=bias)), torch.randn(4, 5, 3)
+@pytest.mark.parametrize("cell", [
+    nn.LSTMCell, functools.partial(nn.LSTMCell, bias=False), nn.GRUCell, nn.RNNCell,
+    functools.partial(nn.RNNCell, bias=False, nonlinearity="relu"),
+])  # fmt: skip
+def test_cells_of_recurrent_layers(cell, norms):
+    model, x = Steps(cell(3, 4)), torch.randn(4, 5, 3)
     expected = model(x)
     check(model, [x], loss_of, norms=norms, dtype=torch.float32)
     PerExampleClipper(model, max_grad_norm=1.0)

@@ -129,7 +129,6 @@ CASES = {
     "pruned": (lambda: Chain(prune.l1_unstructured(nn.Linear(4, 4), "weight", 3)), (5, 2, 4)),
     "subclass": (lambda: Chain(Doubled(4, 3)), (5, 2, 4)),
     "bilinear": (lambda: module(lambda m, x: m.b(x, x * x), b=nn.Bilinear(4, 4, 3)), (5, 2, 4)),
-    "cell": (lambda: Chain(nn.GRUCell(4, 3)), (5, 4)),
 }  # fmt: skip
 
 
@@ -327,9 +326,10 @@ def test_what_is_not_of_each_example_by_itself_is_refused_by_name(forward, match
 def test_other_refusals():
     with pytest.raises(UnsupportedCase, match=r"ParameterList.*it has no forward"):
         PerExampleClipper(nn.ParameterList([torch.zeros(3)]), max_grad_norm=1.0)
-    model = Chain(nn.RNN(4, 3, batch_first=True))
+    model = module(lambda m, x: m.rnn(x * m.s)[0], rnn=nn.GRU(3, 4), s=(3,))
     PerExampleClipper(model, max_grad_norm=1.0)
-    assert_raises(UnsupportedCase, r"RNN has parameters of its own.*register a LayerRule", model, torch.randn(5, 2, 4))
+    with pytest.raises(UnsupportedCase, match=r"GRU\(3, 4\) is called where modules with parameters of their own"):
+        model(torch.randn(5, 2, 3))
     model = Positions(lambda h, places, B, T: USES["one row, repeated"](h, places, B, T) if h.sum().item() else h)
     PerExampleClipper(model, max_grad_norm=1.0)
     with pytest.raises(UnsupportedCase, match=r"then the model raised: The size of tensor.*item\(\)"):

@@ -4,7 +4,8 @@ Functions give the sink factors of parameters' gradients, and compute the gradie
 arguments, so that autograd visits the layer even where its input needs no gradient. Results are no views.
 
 LSTM and GRU run forward by torch's own functions. Each direction of each layer is an autograd function that recomputes
-all gates in two products, and goes back step by step. Computed in the parameters' dtype, also under autocast.
+all gates in two products, and goes back step by step. RNN, projections and packed sequences run step by step, each a
+linear layer. Computed in the parameters' dtype, also under autocast.
 
 Source: Hochreiter and Schmidhuber 1997; Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product.
 """
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from accelerant import nn as our
 from accelerant import ops
@@ -42,6 +44,7 @@ from accelerant.privacy.dp.clipping.rules import (
     LayerRule,
     Methods,
     NotForEachExample,
+    Region,
     in_region,
     model_methods,
     register,
@@ -753,64 +756,102 @@ _run_lstm: Callable[..., tuple[Tensor, ...]] = _LSTM.apply
 _run_gru: Callable[..., tuple[Tensor, ...]] = _GRU.apply
 
 
+def _step(
+    mode: str, gates: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor | None], sink: PerExampleSink
+) -> tuple[Tensor, ...]:
+    """Return the states (B, H) after one step, from the inputs' part of the gates (B, gates H); weights of states."""
+    h, (w_hh, b_hh, *projection) = states[0], weights
+    assert w_hh is not None  # for the type checker
+    own = linear(h, w_hh, b_hh, sink, len(h))
+    if mode == "LSTM":
+        i, f, g, o = (gates + own).chunk(4, -1)
+        c = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return h if not projection or projection[0] is None else linear(h, projection[0], None, sink, len(h)), c
+    if mode == "GRU":
+        (xr, xz, xn), (hr, hz, hn) = gates.chunk(3, -1), own.chunk(3, -1)
+        n = (xn + (xr + hr).sigmoid() * hn).tanh()
+        return (n + (xz + hz).sigmoid() * (h - n),)
+    return ((gates + own).relu() if mode.lower().endswith("relu") else (gates + own).tanh(),)
+
+
 @register
 class _RecurrentRule(LayerRule):
-    layers: ClassVar[tuple[type[nn.Module] | str, ...]] = (nn.LSTM, nn.GRU, our.LSTM, our.GRU)
+    layers: ClassVar[tuple[type[nn.Module] | str, ...]] = (nn.LSTM, nn.GRU, nn.RNN, our.LSTM, our.GRU)
     has_states = True
 
-    @classmethod
-    def refusal(cls, module: nn.RNNBase) -> str | None:
-        if module.mode not in ("LSTM", "GRU"):  # our RNN has the forward of our LSTM
-            return "its cells are not covered: take LSTM or GRU"
-        if not module.batch_first:
-            return "its examples come second: take batch_first=True"
-        if module.proj_size:
-            return "projections are not covered: take proj_size=0 and a Linear after it"
-        return None
-
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """Run all layers and directions; return y and the final state or states, (layers directions, B, H) each."""
-        module, lstm = self.module, self.module.mode == "LSTM"
-        if not isinstance(input, Tensor):
+    def inside(self, region: Region, *args: Any, **kwargs: Any) -> Any:
+        if not self.module.batch_first or not all(isinstance(each, Tensor) for each in args[:1]):
             raise UnsupportedCase(
-                f"{type(module).__name__} got {type(input).__name__}: packed sequences are not covered while a clipper "
-                "is attached; pad them, and leave padded steps out of the loss"
+                f"{self.module} is called where modules with parameters of their own run for each example by itself: "
+                "take batch_first=True there, and no packed sequences"
             )
-        x, examples = self.examples_first(input, 3)
+        return super().inside(region, *args, **kwargs)
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Run all layers and directions; return y and the final state or states, (layers directions, B, H) each."""
+        module, lstm, mask = self.module, self.module.mode == "LSTM", None
+        result: Any
+        if packed := isinstance(input, PackedSequence):
+            x, lengths = pad_packed_sequence(input, batch_first=True)
+            mask = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+        else:
+            x = input if module.batch_first or input.dim() < 3 else input.transpose(0, 1)
+        x, examples = self.examples_first(x, 3)
         x = x.to(module.weight_ih_l0.dtype)
         directions = 2 if module.bidirectional else 1
-        shape = (module.num_layers * directions, examples, module.hidden_size)
-        states = hx if lstm else (hx,)
-        if hx is None:
-            states = (x.new_zeros(shape),) * (2 if lstm else 1)
-        for state in states:
+        outer = (module.num_layers * directions, examples)
+        shapes = [(*outer, module.proj_size or module.hidden_size), (*outer, module.hidden_size)][: 1 + lstm]
+        states = [x.new_zeros(shape) for shape in shapes] if hx is None else hx if lstm else (hx,)
+        for state, shape in zip(states, shapes, strict=True):
             if state.shape != shape:
                 raise ShapeError(f"the state of {type(module).__name__} must be {shape}, got {tuple(state.shape)}")
 
         def run(x: Tensor, layer: int, direction: int) -> tuple[Tensor, ...]:
-            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
             weights = [getattr(module, f"{name}_l{layer}{'_reverse' * direction}", None) for name in names]
             begin = [state[layer * directions + direction].to(x.dtype) for state in states]
             with torch.autocast(x.device.type, enabled=False):  # the backward pass repeats it in this dtype
-                return (_run_lstm if lstm else _run_gru)(x, *begin, self.sink, *weights)
+                if mask is None and not module.proj_size and module.mode in ("LSTM", "GRU"):
+                    return (_run_lstm if lstm else _run_gru)(x, *begin, self.sink, *weights[:4])
+                return self._by_steps(x, begin, weights, mask.flip(1) if mask is not None and direction else mask)
 
         y, *final = run_layers(run, x, module.num_layers, module.dropout, module.training, module.bidirectional)
-        return y, tuple(final) if lstm else final[0]
+        if packed:
+            result = pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=input.sorted_indices is None)
+        else:
+            result = y if module.batch_first else y.transpose(0, 1)
+        return result, tuple(final) if lstm else final[0]
+
+    def _by_steps(
+        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor | None], mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Run one direction of a layer; steps (B, T) that are masked leave the states as they are."""
+        (w_ih, w_hh, b_ih, b_hh, w_hr), found = weights, []
+        assert w_ih is not None  # for the type checker
+        gates = linear(x, w_ih, b_ih, self.sink, len(x))
+        for t in range(x.shape[1]):
+            after = _step(self.module.mode, gates[:, t], states, (w_hh, b_hh, w_hr), self.sink)
+            if mask is not None:
+                after = tuple(torch.where(mask[:, t, None], *each) for each in zip(after, states, strict=True))
+            states = after
+            found.append(states[0])
+        return torch.stack(found, 1), *states
 
 
 @register
-class _LSTMCellRule(LayerRule):
-    layers = (nn.LSTMCell,)
+class _CellRule(LayerRule):
+    layers = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
-    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
         module, (x, examples) = self.module, self.examples_first(input)
-        zeros = x.new_zeros(examples, module.hidden_size)
-        h, c = (zeros, zeros) if hx is None else (self.examples_first(each)[0] for each in hx)
+        mode = getattr(module, "nonlinearity", type(module).__name__.removesuffix("Cell"))
+        count = 2 if isinstance(module, nn.LSTMCell) else 1
+        states = (x.new_zeros(examples, module.hidden_size),) * count if hx is None else hx if count == 2 else (hx,)
+        states = [self.examples_first(each)[0] for each in states]
         gates = linear(x, module.weight_ih, module.bias_ih, self.sink, examples)
-        gates = gates + linear(h, module.weight_hh, module.bias_hh, self.sink, examples)
-        i, f, g, o = gates.chunk(4, -1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
+        after = _step(mode, gates, states, (module.weight_hh, module.bias_hh), self.sink)
+        return after if count == 2 else after[0]
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
