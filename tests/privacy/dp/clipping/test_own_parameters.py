@@ -138,6 +138,20 @@ def test_gradients_are_those_of_single_examples(name):
     check(make(), [torch.randn(shape)], loss_of)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """As BART's: an attribute of its own, and the weight of another layer."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * 3.0
+
+
+def test_a_tied_layer_whose_forward_calls_its_base_class():
+    shared, scaled, head = nn.Embedding(7, 4), ScaledEmbedding(7, 4, padding_idx=1), nn.Linear(4, 7, bias=False)
+    scaled.weight = head.weight = shared.weight
+    model = module(lambda m, t: m.head(m.scaled(t).tanh()), {"shared": shared, "scaled": scaled, "head": head})
+    check(model, [torch.randint(7, (4, 5))], loss_of)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_weight_norm_by_hooks():
     model = Chain(nn.utils.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2))

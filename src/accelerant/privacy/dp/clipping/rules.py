@@ -413,8 +413,9 @@ def _reads(module: nn.Module, held: set[int]) -> bool:
     names = {name for name, param in module._parameters.items() if id(param) in held}
     found, todo = set[str](), ["forward"]
     while todo:
-        code = getattr(getattr(type(module), todo.pop(), None), "__code__", None)
-        new = set() if code is None else set(code.co_names) - found
+        name = todo.pop()
+        known = [vars(each).get(name) for each in type(module).__mro__]  # super()'s, too
+        new = {each for call in known if hasattr(call, "__code__") for each in call.__code__.co_names} - found
         found |= new
         todo += new
     return not names.isdisjoint(found)
