@@ -188,6 +188,13 @@ class _BatchAttention(TorchFunctionMode):
                 return self._region.outside(func, args, kwargs)
             with sdpa_kernel(SDPBackend.MATH):  # of operations that vmap has; a bias may take gradients
                 return func(*args, **kwargs)
+        if func is F.embedding and current() is self._region:  # vmap gives gradients to the rows of padding
+            names = "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
+            given = dict(zip(names, args, strict=False)) | kwargs
+            padding = given.pop("padding_idx", None)
+            y = F.embedding(**given)
+            own = None if padding is None else given["input"] == padding % len(given["weight"])
+            return y if own is None else torch.where(own[..., None], y.detach(), y)
         if func in (torch.rand, torch.randn) and args in (([],), ((),)) and current() is self._region:
             with _outside():  # one number for all examples, as of layers that are dropped
                 return func(*args, **kwargs)
@@ -414,8 +421,8 @@ def _reads(module: nn.Module, held: set[int]) -> bool:
     found, todo = set[str](), ["forward"]
     while todo:
         name = todo.pop()
-        known = [vars(each).get(name) for each in type(module).__mro__]  # super()'s, too
-        new = {each for call in known if hasattr(call, "__code__") for each in call.__code__.co_names} - found
+        codes = [getattr(vars(each).get(name), "__code__", None) for each in type(module).__mro__]  # super()'s, too
+        new = {each for code in codes if code is not None for each in code.co_names} - found
         found |= new
         todo += new
     return not names.isdisjoint(found)
