@@ -188,10 +188,11 @@ class _Slot:
 
 
 class _Witness(NamedTuple):
-    """Two rows of a batch, by slot, with their gradients, and what the loss computed with: by calls, and elsewhere."""
+    """Two rows of a batch, in the order of their uses, with their gradients, and the numbers that the loss has."""
 
     rows: int
-    values: dict[int, Tensor]
+    values: list[Tensor]
+    results: list[bool]
     gradients: list[Tensor]
     calls: frozenset[Any]
     others: list[float]
@@ -644,7 +645,9 @@ class _LossTrace(TorchFunctionMode):
     ) -> bool:  # fmt: skip
         """Return whether rows of an earlier batch have other gradients in this one; keep two of it for a later one."""
         leaves = {number: self._leaves[number] for number in used & self._leaves.keys()}
-        mine = {n: x.tensor for n, x in leaves.items() if x.rows and x.tensor.dim() and len(x.tensor) % rows == 0}
+        used_first = dict.fromkeys(each.number for call in calls for each in _slots(call) if each.number in leaves)
+        ordered = {number: leaves[number] for number in used_first}
+        mine = {n: x for n, x in ordered.items() if x.rows and x.tensor.dim() and len(x.tensor) % rows == 0}
         others = [x.tensor for number, x in leaves.items() if number not in mine]
         if any(call.random is not None for call in calls) or any(x.layout != torch.strided for x in others):
             return False
@@ -657,14 +660,17 @@ class _LossTrace(TorchFunctionMode):
             if each is None or (isinstance(each, (int, float)) and getattr(call.function, "__name__", "") in _NUMERIC)
         }
         self.witness = now = _Witness(
-            rows, {number: _rows_of(x, index, rows).cpu() for number, x in mine.items()},
+            rows, [_rows_of(x.tensor, index, rows).cpu() for x in mine.values()], [x.result for x in mine.values()],
             [x.double().mul(share)[index.to(x.device)].cpu() for x in before], frozenset(known),
             [float(torch.view_as_real(x).double().sum() if x.is_complex() else x.double().sum()) for x in others],
         )  # fmt: skip
-        shapes = [[(n, x.shape, x.dtype) for n, x in each.values.items()] for each in (earlier or now, now)]
-        if earlier is None or shapes[0] != shapes[1] or earlier.others != now.others:
+        kinds = [
+            ([(x.shape, x.dtype) for x in each.values], each.results, each.others) for each in (earlier or now, now)
+        ]
+        if earlier is None or kinds[0] != kinds[1]:
             return False
-        after, _ = self._repeat(calls, wanted, results, used, torch.arange(rows, device="cpu"), rows, earlier.values)
+        first = dict(zip(mine, earlier.values, strict=True))
+        after, _ = self._repeat(calls, wanted, results, used, torch.arange(rows, device="cpu"), rows, first)
         two, both = [x[:2].double().mul(share).cpu() for x in after], torch.ones(2, dtype=torch.bool, device="cpu")
         if not _moved(earlier.gradients, two, both, 4 * self._eps, 4.0):
             return False
@@ -775,7 +781,7 @@ class _LossTrace(TorchFunctionMode):
                 value = leaf.tensor.detach()
                 if leaf.rows and index is not None and value.dim() and value.shape[0] % rows == 0:
                     value = _rows_of(value, index, rows)
-                    if first is not None:
+                    if first is not None and number in first:
                         value[: len(first[number])] = first[number]
                 elif self._changes and not leaf.result:
                     value = value.clone()
@@ -840,10 +846,15 @@ def _rows_of(value: Tensor, index: Tensor, rows: int) -> Tensor:
     return value.index_select(0, blocks)
 
 
+def _slots(call: _RecordedCall) -> list[_Slot]:
+    return [each for each in pytree.tree_leaves(call.args) if isinstance(each, _Slot)]
+
+
 def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[int]:
     """Return the slots of calls' arguments and of what is wanted."""
-    slots = (slot for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot))
-    return {slot.number for slot in slots} | {number for number in wanted if number is not None}
+    return {slot.number for call in calls for slot in _slots(call)} | {
+        number for number in wanted if number is not None
+    }
 
 
 def _counts(constant: Any, rows: int) -> bool:
@@ -880,7 +891,7 @@ def _moved(
     for one, two in zip(before, after, strict=True):
         rows = kept.to(one.device)
         one, two = one[rows].double(), two[rows].double()
-        scale = torch.linalg.vector_norm(one, dim=1).nan_to_num(0.0, 0.0).amax()
+        scale = torch.linalg.vector_norm(one.nan_to_num(0.0, 0.0, 0.0), dim=1).amax()
         eps = max(eps, torch.finfo(before[0].dtype).eps)
         tolerance = max(_TOLERANCE, 2 * eps)
         same = (one == two) | (one.isnan() & two.isnan())
