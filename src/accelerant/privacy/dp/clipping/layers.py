@@ -45,6 +45,7 @@ from accelerant.privacy.dp.clipping.rules import (
     Methods,
     NotForEachExample,
     Region,
+    SharedRows,
     in_region,
     model_methods,
     register,
@@ -214,48 +215,6 @@ def _are_distances(tokens: Tensor) -> bool:
     steps = tokens[:, 0].diff()
     ordered = bool((steps[0].abs() == 1) & (steps * steps[0] >= 0).all())
     return ordered and bool((tokens[1:, 1:] == tokens[:-1, :-1]).all())
-
-
-class SharedRows(Tensor):
-    """Rows (T, D) that all examples share, such as those of positions: a view of (B, T, D), whose gradient is needed.
-
-    Sums and products with a tensor of the examples give (B, T, D). Any other use raises NotForEachExample.
-    """
-
-    _each: Tensor
-
-    @staticmethod
-    def of(each: Tensor) -> SharedRows:
-        """Return the rows of each (B, T, D)."""
-        rows: SharedRows = Tensor._make_subclass(SharedRows, each.detach()[0])
-        rows._each = each
-        return rows
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _DESCRIPTIONS:
-                return func(*args, **(kwargs or {}))
-            each = [x._each if isinstance(x, SharedRows) else x for x in args]
-            if func in _BROADCAST and not kwargs and len({x.dim() for x in each if isinstance(x, Tensor)}) == 1:
-                counts = {x.shape[0] for x in each if isinstance(x, Tensor)}
-                if len(counts) == 1 and all(isinstance(x, Tensor) for x in each):
-                    return func(*each)
-        shape = tuple(next(x._each for x in args if isinstance(x, SharedRows)).shape) if args else ()
-        raise NotForEachExample(
-            f"rows of an Embedding that all examples share, {shape[1:]} for {shape[:1]} examples, are used by "
-            f"{getattr(func, '__name__', func)}: give positions as (1, T)"
-        )
-
-
-_BROADCAST = frozenset([
-    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__,
-])  # fmt: skip
-_DESCRIPTIONS = frozenset([
-    Tensor.__repr__, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point,
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "layout")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_sparse", "is_meta")),
-])  # fmt: skip
 
 
 class _Expanded(torch.autograd.Function):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.ops._differentiable import recorders
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import tensors_of
+from accelerant.privacy.dp.training.separation import caller_literals, compiled, misfit, rows_of
 
 _FIRST = 10  # Backward passes whose loss is repeated
 _SHARE = 1 / 512  # of the later passes: repeating a loss takes about as long as five losses
@@ -115,7 +115,7 @@ class LossCheck:
     def _due(self) -> bool:
         if (self._left > 0 and self._begun < 4 * _FIRST) or self._chance.random() < _SHARE:
             self._begun += 1  # captured parts begin, and are not checked
-            return not _compiled()
+            return not compiled()
         return False
 
     # --- checking ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class LossCheck:
     def check_labels(self, labels: Tensor, ignored: int = _IGNORE_INDEX) -> None:
         """Check the labels of a mean that a model of accelerant.nn takes itself, over those that are not ignored."""
         rows = labels.shape[0] if labels.dim() else 0
-        if self._clipper.loss_reduction != "mean" or rows < 2 or _compiled():
+        if self._clipper.loss_reduction != "mean" or rows < 2 or compiled():
             return
         if (self._left > 0 or self._chance.random() < _SHARE) and not _even(labels != ignored, rows):
             raise UnsupportedCase(f"{_IGNORED}. {_ROWS}. {_REMEDY}")
@@ -358,7 +358,7 @@ class _LossTrace(TorchFunctionMode):
             index = [each for each in pytree.tree_leaves(args[1:]) if isinstance(each, Tensor)]
             fixed |= {id(args[0])} if any(each.dtype != torch.bool for each in index) else set()
         scales = name in _NUMERIC
-        literals = _literals() if self._numbers or self._read else frozenset[float]()
+        literals = caller_literals() if self._numbers or self._read else frozenset[float]()
 
         def slot(each: Any) -> Any:
             if isinstance(each, Tensor):
@@ -660,7 +660,7 @@ class _LossTrace(TorchFunctionMode):
             if each is None or (isinstance(each, (int, float)) and getattr(call.function, "__name__", "") in _NUMERIC)
         }
         self.witness = now = _Witness(
-            rows, [_rows_of(x.tensor, index, rows).cpu() for x in mine.values()], [x.result for x in mine.values()],
+            rows, [rows_of(x.tensor, index, rows).cpu() for x in mine.values()], [x.result for x in mine.values()],
             [x.double().mul(share)[index.to(x.device)].cpu() for x in before], frozenset(known),
             [float(torch.view_as_real(x).double().sum() if x.is_complex() else x.double().sum()) for x in others],
         )  # fmt: skip
@@ -780,7 +780,7 @@ class _LossTrace(TorchFunctionMode):
                 leaf = self._leaves[number]
                 value = leaf.tensor.detach()
                 if leaf.rows and index is not None and value.dim() and value.shape[0] % rows == 0:
-                    value = _rows_of(value, index, rows)
+                    value = rows_of(value, index, rows)
                     if first is not None and number in first:
                         value[: len(first[number])] = first[number]
                 elif self._changes and not leaf.result:
@@ -825,27 +825,6 @@ class _LossTrace(TorchFunctionMode):
                 values[number] = each
 
 
-def misfit(given: str, found: Sequence[str]) -> str:
-    """Return what is wrong with a loss that half of the rows show to be reduced otherwise than was given, or ""."""
-    if given in found:
-        return ""
-    shown = f"a {found[0]}" if found else "neither mean nor sum"
-    remedy = f"loss_reduction={found[0]!r}, or " if found else ""
-    return (
-        f"the loss is no {given} over the rows, in all its terms: the gradients of half of them, without the others, "
-        f"show {shown}. Examples would be clipped to a bound that changes with the number of rows. Give {remedy}a loss "
-        f"that is a {given}"
-    )
-
-
-def _rows_of(value: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return the rows of an index of a tensor that has a block of entries for each row."""
-    blocks, each = index.to(value.device), value.shape[0] // rows
-    if each > 1:
-        blocks = (blocks[:, None] * each + torch.arange(each, device=value.device)).flatten()
-    return value.index_select(0, blocks)
-
-
 def _slots(call: _RecordedCall) -> list[_Slot]:
     return [each for each in pytree.tree_leaves(call.args) if isinstance(each, _Slot)]
 
@@ -867,21 +846,6 @@ def _counts(constant: Any, rows: int) -> bool:
         return False
     size = abs(constant if abs(constant) >= 1 or not constant else 1.0 / constant) / rows
     return constant != _IGNORE_INDEX and size > 0.5 and math.isclose(size, round(size), rel_tol=1e-6)
-
-
-def _literals() -> frozenset[float]:
-    """Return the literals in the code that called torch."""
-    frame: Any = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "accelerant"):
-        frame = frame.f_back
-    found, known = set[float](), list(frame.f_code.co_consts)
-    while known:
-        each = known.pop()
-        if isinstance(each, (int, float)):
-            found.update((each, -each))
-        else:
-            known += each if isinstance(each, (tuple, frozenset)) else getattr(each, "co_consts", ())
-    return frozenset(found)
 
 
 def _moved(
@@ -924,15 +888,3 @@ def _even(shares: Tensor, rows: int) -> bool:
         return bool((shares == shares.flatten()[0]).all())
     each = shares.reshape(rows, -1).double().sum(1)
     return bool(((each - each[0]).abs() <= 1e-6 * each[0].abs()).all())
-
-
-def _compiled() -> bool:
-    """Return whether this runs inside of code that torch.compile made, or is captured."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return True
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and frame.f_code.co_name == "compile_wrapper":
-            return True
-        frame = frame.f_back
-    return False

@@ -32,7 +32,6 @@ from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import batch_size, undisturbed
 from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
-from accelerant.privacy.dp.training.losses import misfit
 
 _TOLERANCE = 2e-5  # change of a gradient that counts as none in float32, relative to the layer's
 _REPEATS = 8  # differences in float32 of which every two must have a change in common that is refused
@@ -629,4 +628,55 @@ def _may_be_shares(node: Any) -> bool:
             return True
         if kind in _ARRANGED:
             found += [below for below, _ in node.next_functions]
+    return False
+
+
+# --- for the checks of losses -----------------------------------------------------------------------------------------
+
+
+def misfit(given: str, found: Sequence[str]) -> str:
+    """Return what is wrong with a loss that half of the rows show to be reduced otherwise than was given, or ""."""
+    if given in found:
+        return ""
+    shown = f"a {found[0]}" if found else "neither mean nor sum"
+    remedy = f"loss_reduction={found[0]!r}, or " if found else ""
+    return (
+        f"the loss is no {given} over the rows, in all its terms: the gradients of half of them, without the others, "
+        f"show {shown}. Examples would be clipped to a bound that changes with the number of rows. Give {remedy}a loss "
+        f"that is a {given}"
+    )
+
+
+def rows_of(value: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return the rows of an index of a tensor that has a block of entries for each row."""
+    blocks, each = index.to(value.device), value.shape[0] // rows
+    if each > 1:
+        blocks = (blocks[:, None] * each + torch.arange(each, device=value.device)).flatten()
+    return value.index_select(0, blocks)
+
+
+def caller_literals() -> frozenset[float]:
+    """Return the literals in the code that called torch."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "accelerant"):
+        frame = frame.f_back
+    found, known = set[float](), list(frame.f_code.co_consts)
+    while known:
+        each = known.pop()
+        if isinstance(each, (int, float)):
+            found.update((each, -each))
+        else:
+            known += each if isinstance(each, (tuple, frozenset)) else getattr(each, "co_consts", ())
+    return frozenset(found)
+
+
+def compiled() -> bool:
+    """Return whether this runs inside of code that torch.compile made, or is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and frame.f_code.co_name == "compile_wrapper":
+            return True
+        frame = frame.f_back
     return False
