@@ -148,7 +148,7 @@ class ScaledEmbedding(nn.Embedding):
 def test_a_tied_layer_whose_forward_calls_its_base_class():
     shared, scaled, head = nn.Embedding(7, 4), ScaledEmbedding(7, 4, padding_idx=1), nn.Linear(4, 7, bias=False)
     scaled.weight = head.weight = shared.weight
-    model = module(lambda m, t: m.head(m.scaled(t).tanh()), {"shared": shared, "scaled": scaled, "head": head})
+    model = module(lambda m, t: m.head(m.scaled(t).tanh()), shared=shared, scaled=scaled, head=head)
     check(model, [torch.randint(7, (4, 5))], loss_of)
 
 
