@@ -101,6 +101,15 @@ def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(cache, c
     assert path.read_text() == "[]"
 
 
+def test_an_empty_file_and_a_link_to_itself_become_a_table(cache):
+    empty, loop = cache / "empty.json", cache / "loop.json"
+    empty.touch()
+    loop.symlink_to(loop)
+    for path in (empty, loop):
+        assert status("--op", "relu", "--list", "--out", str(path)) == 0
+        assert json.loads(path.read_text())["format"] == 1
+
+
 @pytest.mark.slow
 def test_progress_says_how_much_is_left(cache):
     import torch

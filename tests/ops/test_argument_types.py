@@ -70,6 +70,31 @@ def test_nested_and_sparse_tensors_are_named(calls):
                 ops.mse_loss(*given)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("op", "count"), [("layer_norm", 3), ("add_layer_norm", 4)])
+def test_a_nested_tensor_among_others_is_named(op, count):
+    dense = [torch.rand(3, 4)] * (count - 2) + [torch.rand(4)] * 2
+    for _ in range(6):
+        getattr(ops, op)(*dense)
+    for place in range(1, count):
+        given = [*dense[:place], torch.nested.nested_tensor([torch.rand(4)]), *dense[place + 1 :]]
+        with pytest.raises(UnsupportedCase, match=f"an argument of {op} is a nested tensor"):
+            getattr(ops, op)(*given)
+
+
+def test_a_subclass_that_knows_few_attributes_is_served_after_dense_tensors():
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function == torch.Tensor.is_nested.__get__:
+                return NotImplemented
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    x = torch.rand(3, 4)
+    expected = [ops.softmax(x) for _ in range(6)][-1]
+    assert torch.equal(ops.softmax(x.as_subclass(Own)).as_subclass(torch.Tensor), expected)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 0), (0,), (0, 2, 0)])
 def test_rows_without_elements(shape):
     x, weight, targets = torch.rand(shape), torch.rand(5, 0), torch.zeros(shape[:-1], dtype=torch.int64)

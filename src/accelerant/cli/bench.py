@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -404,7 +405,7 @@ def check_writable(name: str, path: Path, *others: Path | None) -> None:
     """Raise ConfigError for a path, given by the option `name`, that could not be written, or is one of the others."""
     if path.is_dir():
         raise ConfigError(f"{name}: {path} is a folder; name a file")
-    if path.resolve() in {other.resolve() for other in others if other is not None}:
+    if os.path.realpath(path) in {os.path.realpath(other) for other in others if other is not None}:
         raise ConfigError(f"{name}: {path} is another file of this command: give another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,8 @@ def tune(
         check_writable("--out", out)
     torch_device = torch.device(chosen.torch_device)
     until = None if max_seconds is None else time.monotonic() + max_seconds
-    before = _entries_of(out) if out is not None and out.exists() else {}  # also refuses any other file
+    filled = out is not None and out.exists() and out.stat().st_size
+    before = _entries_of(out) if out is not None and filled else {}  # also refuses any other file
     show = ProgressLine()
     results: list[TuneResult] = []
     stopped = False

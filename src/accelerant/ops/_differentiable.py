@@ -195,11 +195,12 @@ class CpuFastPath:
                     len(values) == length
                     # The guards' check of a nested tensor would end the process.
                     and not (values[0].is_nested or (count > 1 and values[count - 1].is_nested))
+                    and (count < 3 or not (values[1].is_nested or (count > 3 and values[2].is_nested)))
                     and (tuple(options) == names if options else not names)
                     and (check(*values) if length == count else values[-1] is last and check(*values[:-1]))
                     and (grad is None or is_grad_enabled() is grad)
                 )
-            except AttributeError:  # no tensor
+            except (AttributeError, RuntimeError, TypeError):  # no tensor, or of a subclass that knows no `is_nested`
                 usual = False
             if not usual:
                 plain = values and type(values[0]) in _TENSORS and not values[0].is_nested

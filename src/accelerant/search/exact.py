@@ -237,7 +237,7 @@ def _scanned(q: Tensor, x: Tensor, k: int, metric: str, chosen: Selection, ids: 
         x, numbers = x[rows.start : rows.stop], np.arange(rows.start, rows.start + count)
     elif rows is not None and not dense:
         x, numbers = x.index_select(0, rows), rows.numpy()
-    if ids is not None and bool((ids.diff() < 0).any()):
+    if ids is not None and bool((ids[1:] < ids[:-1]).any()):
         return None
     x, q = x.float(), q.float().contiguous()
     norms = torch.linalg.vector_norm(x, dim=1)

@@ -524,8 +524,16 @@ def test_batches_of_other_sizes_show_no_fault_where_there_is_none(loss):
     assert not batches_of(loss, [8, 5, 9, 2, 6, 7, 3, 12, 16])
 
 
-def test_a_schedule_is_no_fault():
-    assert not batches_of(lambda out, y, step: flat(out, y) * (1 + step / 7), [8] * 9)
+@pytest.mark.parametrize("loss", [
+    lambda out, y, step: flat(out, y) * (1 + step / 7),
+    lambda out, y, step: flat(out, y, label_smoothing=0.05 * step),
+    lambda out, y, step: F.huber_loss(out, torch.ones_like(out), delta=1.0 / (1 + step)),
+    lambda out, y, step: F.softplus(out, beta=1 + step).mean(),
+    lambda out, y, step: out[..., step % 3].square().mean(),
+    lambda out, y, step: out.narrow(-1, step % 2, 1).square().mean(),
+])  # fmt: skip
+def test_a_schedule_is_no_fault(loss):
+    assert not batches_of(loss, [8] * 9)
 
 
 def test_gradients_that_are_rounding_alone_show_no_reduction():

@@ -401,6 +401,20 @@ def test_a_model_whose_parts_are_called_is_named_as_unchecked():
 
 
 # --- models that are accepted ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, SystemError])
+def test_a_model_that_refuses_other_sizes_in_its_own_words_trains(error):
+    x, y = points(8)
+
+    def forward(self, x):
+        if len(x) < 8:
+            raise error("too few rows")
+        return self.inner(x)
+
+    model = module(forward, inner=mlp())
+    with private(model, 1.0, expected_batch_size=8):
+        F.cross_entropy(model(x), y).backward()
+
+
 class Many(nn.Module):
     """Takes a mapping and keywords, returns a named tuple, draws random numbers of three kinds, counts calls."""
 

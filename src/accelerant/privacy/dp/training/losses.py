@@ -653,16 +653,11 @@ class _LossTrace(TorchFunctionMode):
             return False
         index = torch.tensor(self._unlike(used, rows), device="cpu")
         share = float(rows if self._clipper.loss_reduction == "mean" else 1)
-        known = {
-            (call.function, each)
-            for call in calls
-            for each in (None, *pytree.tree_leaves(call.args))
-            if each is None or (isinstance(each, (int, float)) and getattr(call.function, "__name__", "") in _NUMERIC)
-        }
+        known = {(call.function, _constants(call.args)) for call in calls}
         self.witness = now = _Witness(
             rows, [rows_of(x.tensor, index, rows).cpu() for x in mine.values()], [x.result for x in mine.values()],
             [x.double().mul(share)[index.to(x.device)].cpu() for x in before], frozenset(known),
-            [float(torch.view_as_real(x).double().sum() if x.is_complex() else x.double().sum()) for x in others],
+            [float((torch.view_as_real(x) if x.is_complex() else x).double().nan_to_num().sum()) for x in others],
         )  # fmt: skip
         kinds = [
             ([(x.shape, x.dtype) for x in each.values], each.results, each.others) for each in (earlier or now, now)
@@ -676,7 +671,7 @@ class _LossTrace(TorchFunctionMode):
             return False
         pairs = ((earlier, now), (now, earlier))
         changed = [(each, batch.rows) for batch, other in pairs for _, each in batch.calls - other.calls]
-        if self._chosen or all(each is not None and _counts(each, count) for each, count in changed):
+        if self._chosen or all(_counts(each, count) for each, count in changed):
             self.blame = self.blame or (
                 f"in a batch of {rows} rows, two of the batch before, of {earlier.rows}, have other gradients"
             )
@@ -834,6 +829,14 @@ def _used(calls: Iterable[_RecordedCall], wanted: Iterable[int | None]) -> set[i
     return {slot.number for call in calls for slot in _slots(call)} | {
         number for number in wanted if number is not None
     }
+
+
+def _constants(args: Any) -> tuple[float | None, ...]:
+    """Return the numbers of a call in their order, with those of slices."""
+    found = list[Any]()
+    for each in pytree.tree_leaves(args):
+        found += (each.start, each.stop, each.step) if isinstance(each, slice) else (each,)
+    return tuple([each for each in found if each is None or isinstance(each, (int, float))])
 
 
 def _counts(constant: Any, rows: int) -> bool:

@@ -20,7 +20,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import batch_size, undisturbed
 from accelerant.privacy.dp.clipping.rules import mapped, model_methods, tensors_of
@@ -335,10 +335,9 @@ class _Passes:
         few, given = (len(self._rows) + 1) // 2, self._clipper.loss_reduction
         if not self._has_loss or few < 2:
             return ""
-        whole, found = self._in_parts("numbers", [self._rows[:few]])
         other, share = ("sum", few / len(self._rows)) if given == "mean" else ("mean", len(self._rows) / few)
         shares = {given: 1.0, other: share}
-        for _, part in found:
+        for whole, _, _, part in self._in_parts("numbers", [self._rows[:few]]):
             for name in whole.keys() & part.keys():
                 one, two = whole[name].norms, part[name].norms
                 shares = {kind: x for kind, x in shares.items() if not _differ(two, x * one[:few], one)}
@@ -346,9 +345,8 @@ class _Passes:
 
     def differing(self, parts: list[Tensor]) -> set[str]:
         """Return the layers where rows have other gradients in batches of other rows, and of another number of them."""
-        whole, found = self._in_parts("rows", parts)
         differing = set[str]()
-        for index, (same, part) in zip(parts, found, strict=False):  # none if all is random
+        for whole, index, same, part in self._in_parts("rows", parts):
             share = len(self._rows) / len(index) if self._clipper.loss_reduction == "mean" else 1.0
             for name in whole.keys() & part.keys():
                 one, two = whole[name], part[name]
@@ -360,10 +358,10 @@ class _Passes:
                         differing.add(name)
         return differing
 
-    def _in_parts(self, wanted: str, parts: list[Tensor]) -> tuple[_Passed, list[tuple[_Passed, _Passed]]]:
-        """Return gradients in the whole batch, of layers where nothing is random, and of parts, in it and alone.
+    def _in_parts(self, wanted: str, parts: list[Tensor]) -> Iterator[tuple[_Passed, Tensor, _Passed, _Passed]]:
+        """Yield gradients in the whole batch, of layers where nothing is random, a part, and its gradients.
 
-        There are none where the model raises an error.
+        These are those in the whole batch and alone; there are none where the model raises an error.
         """
         modes, before = [(each, each.training) for each in self._clipper.model.modules()], self.precise
         devices = [x.get_device() for _, x in self._clipper.parameters[:1] if x.is_cuda]
@@ -375,7 +373,7 @@ class _Passes:
                 found = self._passed(index, mask)
                 scaled = [x * rows == y * len(index) for x, y in zip(self._lengths, lengths, strict=False)]
                 return found if all(scaled) or wanted == "numbers" else {}
-            except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AccelerantError):
+            except Exception:  # noqa: BLE001 - the model's own
                 return {}  # it is written for so many rows, or gives no loss in eval mode
 
         try:
@@ -385,7 +383,8 @@ class _Passes:
                 lengths, whole = [], passed(self._rows)
                 lengths = [*self._lengths]
                 with torch.random.fork_rng(devices):
-                    torch.manual_seed(0)
+                    for each in (torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)):
+                        each.manual_seed(0)
                     again = passed(self._rows)
                 steady = {
                     name: each
@@ -395,10 +394,9 @@ class _Passes:
                 if len(steady) == len(whole):
                     break
             masks = [self._rows.new_zeros(rows, dtype=torch.bool).index_fill(0, part, True) for part in parts]
-            return steady, [
-                (passed(self._rows, mask) if len(part) <= rows and wanted == "rows" else {}, passed(part))
-                for part, mask in zip(parts, masks if steady else [], strict=False)
-            ]
+            for part, mask in zip(parts, masks if steady else [], strict=False):
+                same = passed(self._rows, mask) if len(part) <= rows and wanted == "rows" else {}
+                yield steady, part, same, passed(part)
         finally:
             self._wanted, self.precise = "", before
             for module, mode in modes:
