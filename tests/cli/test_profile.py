@@ -14,7 +14,7 @@ from processes import Command
 SCRIPT = """
 import sys, torch, accelerant as acl
 print("arguments", sys.argv[1:], __name__)
-x = torch.randn(256, 256)
+x = torch.randn(512, 512)
 for _ in range(3):
     acl.ops.gelu(x @ x)
 """
