@@ -33,9 +33,8 @@ lock: $(VENV)/.installed         ## versions and hashes of this machine's wheels
 # Nothing is compiled as it is installed: without .pyc files each process would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Tests often wait for processes that they start: three workers keep two cores busy, with the slow tests four.
-WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Tests often wait for processes that they start: three workers keep two cores busy.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 3 --dist worksteal
 
 TIER ?= not slow
 
