@@ -401,7 +401,7 @@ def test_a_model_whose_parts_are_called_is_named_as_unchecked():
 
 
 # --- models that are accepted ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, SystemError])
+@pytest.mark.parametrize("error", [AssertionError, ZeroDivisionError, SystemError, torch.OutOfMemoryError])
 def test_a_model_that_refuses_other_sizes_in_its_own_words_trains(error):
     x, y = points(8)
 
@@ -411,8 +411,10 @@ def test_a_model_that_refuses_other_sizes_in_its_own_words_trains(error):
         return self.inner(x)
 
     model = module(forward, inner=mlp())
-    with private(model, 1.0, expected_batch_size=8):
+    with private(model, 1.0, expected_batch_size=8), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         F.cross_entropy(model(x), y).backward()
+    assert any("memory ran out" in str(each.message) for each in said) is (error is torch.OutOfMemoryError)
 
 
 class Many(nn.Module):

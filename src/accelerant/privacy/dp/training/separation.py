@@ -373,7 +373,14 @@ class _Passes:
                 found = self._passed(index, mask)
                 scaled = [x * rows == y * len(index) for x, y in zip(self._lengths, lengths, strict=False)]
                 return found if all(scaled) or wanted == "numbers" else {}
-            except Exception:  # noqa: BLE001 - the model's own
+            except Exception as error:  # noqa: BLE001 - the model's own
+                if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+                    warnings.warn(
+                        "memory ran out while it was checked whether the model keeps the examples of a batch apart, in "
+                        "batches of other rows: the guarantee holds only if it does",
+                        UserWarning,
+                        stacklevel=2,
+                    )
                 return {}  # it is written for so many rows, or gives no loss in eval mode
 
         try:
